@@ -51,6 +51,9 @@ class RoundRules:
 
 Commands = list[ev.Command]
 
+# what the user, a crash or a loaded state says holds in whatever round we thought we were
+_ANY_ROUND = (ev.LeaveAsked, ev.Interrupted, ev.Synced)
+
 
 class Round:
     """The state machine. `handle(event, now)` returns the commands that follow from it."""
@@ -79,7 +82,7 @@ class Round:
     def handle(self, event: ev.Event, now: float) -> Commands:
         """Take in one event; return the commands that follow from it."""
         name = type(event).__name__
-        if event.round < self.round and not isinstance(event, ev.LeaveAsked | ev.Interrupted):
+        if event.round < self.round and not isinstance(event, _ANY_ROUND):
             return []
         if isinstance(event, ev.OfferSeen) and event.round > self.round:
             return self._offer_ahead(event, now)

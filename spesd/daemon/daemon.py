@@ -1,0 +1,395 @@
+"""The daemon: startup, main loop, shutdown.
+
+One event at a time goes into the round's table and its commands come out; effects carry them out
+and their results come back as events. A service that crashes ends the daemon visibly; the trainer
+may crash as often as it likes.
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from spesd.daemon import startup
+from spesd.daemon.control import serve_control
+from spesd.daemon.effects import Effects
+from spesd.daemon.home import Home
+from spesd.daemon.membership import Membership
+from spesd.daemon.peer import Peer
+from spesd.daemon.service import PeerService
+from spesd.daemon.startup import Intent
+from spesd.daemon.status import RunView, swarm_status
+from spesd.daemon.sync import Sync
+from spesd.daemon.worker import Reply, Worker, WorkerLost
+from spesd.errors import SpesdError, Unavailable
+from spesd.ids import all_parts
+from spesd.net.node import Net
+from spesd.peerconfig import PeerConfig
+from spesd.swarm import events as ev
+from spesd.swarm.lease import coverage, leases
+from spesd.swarm.records import PeerState
+from spesd.swarm.round import Phase
+
+INBOX = 100_000  # events; the round takes thousands a second, so a full inbox is a bug
+SAVE_S = 6.0  # of the ten seconds that a user waits for Ctrl-C
+RESTART_S = (2.0, 60.0)  # back-off between restarts of a crashed trainer
+WAIT_TICK_S = 0.3
+ADDRESS_EVERY_S = 20.0
+
+
+class Daemon:
+    """One peer's life."""
+
+    def __init__(self, home: Home, config: PeerConfig, intent: Intent) -> None:
+        self.home, self.config, self.intent = home, config, intent
+        self.service = PeerService()
+        self.rng = random.Random(os.urandom(16))
+        self.left = asyncio.Event()
+        self.leave_asked = asyncio.Event()
+        self._one_sync = asyncio.Lock()
+        self._spawned: set[asyncio.Task[None]] = set()
+        self._crashes = 0
+        self._peer: Peer | None = None
+        self._tokenizer: str = ""
+
+    @property
+    def peer(self) -> Peer:
+        """This peer, once the run is known."""
+        assert self._peer is not None
+        return self._peer
+
+    async def run(self, announce: Callable[[Net], None]) -> None:
+        """Live until the user wants otherwise; `announce` tells how to join us."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signal)
+        async with contextlib.AsyncExitStack() as stack:
+            net = await self._until_asked(
+                startup.connect(self.home, self.config, self.intent, self.service)
+            )
+            if net is None:
+                return
+            stack.push_async_callback(net.stop)
+            begun = await self._until_asked(self._begin(net))
+            if begun is None:
+                return
+            announce(net)
+            await stack.enter_async_context(serve_control(self.home.socket, self._control))
+            await self._serve()
+
+    async def _until_asked(self, work: Any) -> Any:
+        """Do a piece of the startup, or return None as soon as the user wants to leave."""
+        task = asyncio.get_running_loop().create_task(work)
+        asked = asyncio.get_running_loop().create_task(self.leave_asked.wait())
+        try:
+            await asyncio.wait({task, asked}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            for one in (task, asked):
+                one.cancel()
+            await asyncio.gather(task, asked, return_exceptions=True)
+
+    async def _begin(self, net: Net) -> Peer:
+        run = await startup.learn_run(self.home, net, self.intent)
+        startup.check_data(run, self.config)
+        capacity = startup.pick_capacity(run, self.config)
+        folder = startup.keep_run(self.home, run)
+        path = await startup.have_tokenizer(run, self.config, folder, net, self.service)
+        self._tokenizer = str(path) if path else ""
+        self._peer = Peer(
+            home=self.home,
+            run=run,
+            config=self.config,
+            net=net,
+            capacity=capacity,
+            founder=self.intent.run is not None,
+            inbox=asyncio.Queue(maxsize=INBOX),
+            worker=Worker(folder / "trainer.log", self._trainer_says),
+        )
+        await self._start_trainer_checked()
+        self.service.peer = self._peer
+        return self._peer
+
+    # --- the main loop ----------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        peer = self.peer
+        self.membership = Membership(peer, self.rng)
+        peer.journal.write("started", peer=peer.net.peer_id, capacity=peer.capacity)
+        async with asyncio.TaskGroup() as services:
+            effects = Effects(peer, self.service, services)
+            effects.on_resync = lambda reason: self._spawn(services, self._sync(reason))
+            effects.on_leave = self.left.set
+            self._effects, self._services = effects, services
+            parts = [
+                services.create_task(self.membership.run()),
+                services.create_task(self._supervise()),
+                services.create_task(self._remember_addresses()),
+                services.create_task(self._rounds(effects)),
+                services.create_task(self._leaver()),
+            ]
+            self._spawn(services, self._sync("starting"))
+            await self.left.wait()
+            await self._shut_down()
+            for part in [*parts, *effects._round_tasks, *self._spawned]:
+                part.cancel()
+
+    def _spawn(self, group: asyncio.TaskGroup, work: Any) -> None:
+        task = group.create_task(work)
+        self._spawned = {t for t in self._spawned if not t.done()} | {task}
+
+    async def _rounds(self, effects: Effects) -> None:
+        peer = self.peer
+        while True:
+            event = await peer.inbox.get()
+            phase = peer.round.phase
+            for command in peer.round.handle(event, time.monotonic()):
+                effects.start(command)
+            if peer.round.phase is not phase:
+                peer.changed.set()
+
+    def _trainer_says(self, message: Reply) -> None:
+        peer, p = self.peer, self.peer.progress
+        if message["event"] == "steps":
+            p.step_in_round = int(message["step_in_round"])
+            p.steps, p.tokens = int(message["steps"]), int(message["tokens"])
+            p.tokens_per_s = float(message.get("tokens_per_s") or 0.0)
+            if p.loss is None:
+                p.loss = message.get("loss")
+            peer.fault("training")
+        elif message["event"] == "steps_done":
+            peer.post(ev.StepsDone(round=int(message["round"])))
+        elif message["event"] == "bad_step":
+            peer.say("numerics", f"a step was skipped: {message.get('reason', 'not finite')}")
+
+    # --- getting to a state and into a round ------------------------------------------------
+
+    async def _sync(self, reason: str) -> None:
+        async with self._one_sync:
+            if self.peer.round.phase is Phase.SYNCING:
+                await self._sync_once(reason)
+
+    async def _sync_once(self, reason: str) -> None:
+        peer = self.peer
+        if peer.paused:
+            peer.state = PeerState.PAUSED
+            peer.changed.set()
+            with contextlib.suppress(WorkerLost):
+                await peer.worker.call("halt")
+            return
+        peer.state = PeerState.SYNCING
+        peer.changed.set()
+        peer.journal.write("syncing", reason=reason)
+        try:
+            if reason != "starting":
+                await peer.worker.call("halt")
+            await self._meet()
+            round_number = await Sync(peer, self.rng).run(fresh=self._initialise)
+            if peer.progress.val_loss is None:
+                first = await peer.worker.call("evaluate")
+                peer.progress.val_loss = first.get("val_loss")
+                peer.journal.write(
+                    "evaluated",
+                    round=round_number - 1,
+                    tokens=peer.progress.tokens,
+                    global_tokens=peer.progress.global_tokens,
+                    val_loss=peer.progress.val_loss,
+                )
+            await self._take_seat(round_number)
+        except WorkerLost as error:
+            peer.journal.write("sync_failed", reason=str(error))
+            return  # the supervisor restarts the trainer and syncs again
+        except SpesdError as error:
+            peer.say("state", str(error))
+            peer.journal.write("sync_failed", reason=str(error))
+            await asyncio.sleep(RESTART_S[0])
+            self._spawn(self._services, self._sync(str(error)))
+            return
+        if not peer.paused:
+            peer.post(ev.Synced(round=round_number))
+
+    async def _meet(self) -> None:
+        """Hear who is there before deciding anything: one or two heartbeats."""
+        for _ in range(2):
+            await self.membership.beat()
+            if self.peer.roster.alive(time.monotonic()):
+                return
+            await asyncio.sleep(WAIT_TICK_S)
+
+    async def _initialise(self) -> None:
+        peer = self.peer
+        await peer.worker.call("initialise")
+        peer.round.versions = dict.fromkeys(all_parts(peer.experts), (0, 0))
+        await self._effects.checkpoint(0)
+
+    async def _take_seat(self, round_number: int) -> None:
+        """Claim experts; before the very first round, wait until everybody needed is there."""
+        peer = self.peer
+        peer.round.round = round_number
+        first = round_number == 1
+        peer.adopt_placement(peer.placement(settled=not first))
+        peer.state = PeerState.PAUSED if peer.paused else PeerState.TRAINING
+        peer.changed.set()
+        while first and not self._may_begin():
+            await asyncio.sleep(WAIT_TICK_S)
+            peer.adopt_placement(peer.placement(settled=False))
+        peer.say("begin", "")
+        await peer.worker.call("own", experts=peer.owns)
+
+    def _may_begin(self) -> bool:
+        peer = self.peer
+        alive = peer.roster.alive(time.monotonic())
+        if any(r.round > 1 or r.step_in_round > 0 for r in alive):
+            return True
+        ready = 1 + sum(r.state is PeerState.TRAINING for r in alive)
+        held = leases([*alive, peer.record()], peer.experts)
+        covered = coverage(held, peer.experts)
+        if ready >= peer.run.swarm.min_peers and covered == 1.0:
+            return True
+        peer.say(
+            "begin",
+            f"waiting to begin: {ready} of {peer.run.swarm.min_peers} peers are ready, "
+            f"{covered:.0%} of the experts have an owner",
+        )
+        return False
+
+    # --- the trainer ------------------------------------------------------------------------
+
+    async def _start_trainer_checked(self) -> None:
+        """Start the trainer before anybody is told that we exist: a missing device ends here."""
+        peer = self.peer
+        await peer.worker.start()
+        self._pump = asyncio.get_running_loop().create_task(peer.worker.pump())
+        try:
+            await self._set_up()
+        except BaseException:
+            await peer.worker.stop(0.0)
+            await self._pump
+            raise
+
+    async def _set_up(self) -> None:
+        peer = self.peer
+        try:
+            await peer.worker.call(
+                "setup",
+                setup={
+                    "config": peer.run.canonical().decode(),
+                    "peer_id": peer.net.peer_id,
+                    "device": self.config.device,
+                    "owned": peer.owns,
+                    "store": str(peer.folder),
+                    "data": dict(self.config.data),
+                    "tokenizer": self._tokenizer,
+                    "frozen": self.config.frozen,
+                    "threads": self.config.threads,
+                    "nice": self.config.nice,
+                },
+            )
+        except WorkerLost as error:
+            raise Unavailable(
+                f"the trainer did not start ({error}); see {peer.folder / 'trainer.log'}."
+            ) from None
+
+    async def _supervise(self) -> None:
+        """Restart a trainer that died, with back-off; the daemon goes on serving meanwhile."""
+        peer = self.peer
+        while True:
+            await peer.worker.lost.wait()
+            await self._pump
+            self._crashes += 1
+            pause = min(RESTART_S[0] * 2 ** (self._crashes - 1), RESTART_S[1])
+            reason = f"the trainer process ended; restarting it in {pause:.0f} s"
+            peer.say("trainer", reason)
+            peer.state = PeerState.SYNCING
+            peer.post(ev.Interrupted(round=peer.round.round, reason=reason))
+            await asyncio.sleep(pause)
+            peer.worker = Worker(peer.folder / "trainer.log", self._trainer_says)
+            await peer.worker.start()
+            self._pump = asyncio.get_running_loop().create_task(peer.worker.pump())
+            peer.checkpoint = None
+            try:
+                await self._set_up()
+            except SpesdError as error:
+                peer.say("trainer", str(error))
+                await peer.worker.stop(0.0)
+                continue
+            peer.say("trainer", "")
+            self._spawn(self._services, self._sync("starting"))
+
+    async def _remember_addresses(self) -> None:
+        peer = self.peer
+        while True:
+            await asyncio.sleep(min(ADDRESS_EVERY_S, 5.0))
+            seen = [a for r in peer.roster.present(time.monotonic()) for a in r.addresses[:2]]
+            merged = list(dict.fromkeys([*seen, *self.home.cached_addresses()]))[:64]
+            if merged and merged != self.home.cached_addresses():
+                with contextlib.suppress(SpesdError):
+                    self.home.remember(addresses=merged)
+            if not peer.roster.alive(time.monotonic()) and merged:
+                await peer.net.connect(merged)
+
+    # --- what the user wants ----------------------------------------------------------------
+
+    def _signal(self) -> None:
+        if self.leave_asked.is_set():
+            os._exit(130)  # the second time: now; every write is atomic, so the state is whole
+        self.leave_asked.set()
+
+    async def _leaver(self) -> None:
+        await self.leave_asked.wait()
+        self.peer.post(ev.LeaveAsked(round=self.peer.round.round))
+
+    async def _shut_down(self) -> None:
+        peer = self.peer
+        peer.journal.write("leaving", round=peer.round.round)
+        trained = peer.state is PeerState.TRAINING and peer.round.round >= 1
+        try:
+            async with asyncio.timeout(SAVE_S):
+                await peer.worker.call("halt")
+                if trained:
+                    await self._effects.checkpoint(peer.round.round - 1)
+        except (SpesdError, WorkerLost, TimeoutError) as error:
+            peer.journal.write("leaving", reason=f"not saved: {error!r}")
+        await self.membership.goodbye()
+        await peer.worker.stop()
+        await self._pump
+        peer.journal.write("left")
+
+    async def _control(self, request: dict[str, Any]) -> dict[str, Any]:
+        peer, wish = self.peer, request.get("do")
+        if wish == "status":
+            return self._status()
+        if wish == "leave":
+            self.leave_asked.set()
+            return {"done": "leaving"}
+        if wish == "pause":
+            if not peer.paused:
+                peer.paused = True
+                peer.state = PeerState.PAUSED
+                peer.post(ev.Interrupted(round=peer.round.round, reason="paused by the user"))
+            return {"done": "paused"}
+        if wish == "resume":
+            if peer.paused:
+                peer.paused = False
+                self._spawn(self._services, self._sync("resumed by the user"))
+            return {"done": "resumed"}
+        return {"error": f"the daemon knows no request {wish!r}."}
+
+    def _status(self) -> dict[str, Any]:
+        peer = self.peer
+        view = RunView(run_id=peer.run.run_id, name=peer.run.name, n_experts=peer.experts)
+        me = {
+            "id": peer.net.peer_id,
+            "state": str(peer.state),
+            "phase": str(peer.round.phase),
+            "trainer_pid": peer.worker.pid,
+            "addresses": list(peer.net.addresses),
+            "clock_offset_s": round(peer.net.clock_offset, 3),
+            "rounds": list(peer.rounds),
+        }
+        records = [*peer.roster.present(time.monotonic()), peer.record()]
+        return swarm_status(view, records, me).to_json()
