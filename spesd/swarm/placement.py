@@ -92,6 +92,13 @@ class _Plan:
         term = lease.term if lease else next_term(expert, self.view.last_terms)
         self.mine[expert] = Claim(expert=expert, term=term, since=self.now)
 
+    def _free(self) -> list[int]:
+        """Experts that we could take. Orphans are left to their one winner, but for newcomers."""
+        free = [e for e in range(self.view.n_experts) if e not in self.mine]
+        if self.had_claims:
+            free = [e for e in free if e in self.held]
+        return free
+
     def _others_on(self, expert: int) -> int:
         lease = self.held.get(expert)
         return len(lease.owners) if lease else 0
@@ -143,10 +150,7 @@ class _Plan:
     def fill(self) -> str:
         """Use spare capacity for co-ownership of the experts with the fewest owners."""
         room = self.seat.capacity - len(self.mine)
-        free = [e for e in range(self.view.n_experts) if e not in self.mine]
-        if self.had_claims and self.seat.settled:
-            # an orphan's winner is decided above; to fill up with it would make everybody adopt
-            free = [e for e in free if e in self.held]
+        free = self._free()
         free.sort(key=lambda e: (self._others_on(e), rendezvous(e, self.seat.peer_id)))
         taken = free[: max(room, 0)]
         for expert in taken:
@@ -160,7 +164,7 @@ class _Plan:
         last = self.seat.moved_at
         if self.seat.settled and last is not None and self.now - last < MIN_MOVE_INTERVAL_S:
             return ""
-        free = [e for e in range(self.view.n_experts) if e not in self.mine]
+        free = self._free()
         spare = self._most_shared()
         if spare is None or not free:
             return ""
