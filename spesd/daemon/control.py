@@ -28,7 +28,9 @@ async def serve_control(path: Path, handler: Handler) -> Any:
         try:
             line = await asyncio.wait_for(reader.readline(), IDLE_S)
             try:
-                reply = await handler(json.loads(line))
+                request = json.loads(line)
+                known = isinstance(request, dict) and isinstance(request.get("do"), str)
+                reply = await handler(request) if known else {"error": "a request is {do: NAME}."}
             except SpesdError as error:
                 reply = {"error": str(error)}
             writer.write(json.dumps(reply).encode() + b"\n")

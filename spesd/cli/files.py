@@ -1,0 +1,77 @@
+"""Commands that work on files: new, generate, export."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from spesd.daemon.home import write_atomically
+from spesd.errors import UsageError
+
+
+def write_preset(name: str, output: Path) -> None:
+    """Write a preset's run.toml; never over a file that is there."""
+    from spesd.presets import preset_toml
+
+    text = preset_toml(name)
+    if output.exists():
+        raise UsageError(f"{output} exists; choose another name or remove it.")
+    if not output.parent.is_dir():
+        raise UsageError(f"there is no folder {output.parent}; create it first.")
+    write_atomically(output, text.encode())
+
+
+def print_sample(checkpoint: Path, prompt: str, tokens: int, **sampling: Any) -> None:
+    """Stream a continuation of `prompt` to stdout."""
+    import torch
+
+    from spesd.checkpoint.load import load_model
+    from spesd.model.generate import Sampling, generate
+
+    loaded = load_model(checkpoint)
+    tokenizer = _tokenizer(loaded)
+    ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    draw = Sampling(
+        temperature=sampling["temperature"],
+        top_p=sampling["top_p"],
+        max_context=loaded.run.data.seq_len,
+        eos_id=tokenizer.eos_id,
+    )
+    generator = torch.Generator().manual_seed(sampling["seed"])
+    made: list[int] = []
+    shown = ""
+    click.echo(prompt, nl=False)
+    for token in generate(loaded.model, ids, tokens, draw, generator):
+        if token >= tokenizer.vocab_size:
+            continue  # the model may have more rows than the tokenizer has words
+        made.append(token)
+        text = tokenizer.decode(made)
+        if not text.endswith("\ufffd"):  # half of a character: wait for the rest
+            click.echo(text[len(shown) :], nl=False)
+            shown = text
+    click.echo()
+
+
+def export_checkpoint(checkpoint: Path, out: Path) -> Path:
+    """Write a Hugging Face directory; return it."""
+    from spesd.checkpoint.export import export_hf
+    from spesd.checkpoint.load import load_model
+
+    loaded = load_model(checkpoint)
+    tokenizer = _tokenizer(loaded)
+    path = loaded.folder / "tokenizer.json"
+    export_hf(
+        loaded,
+        out,
+        eos_id=tokenizer.eos_id if tokenizer.eos_id < loaded.run.model.vocab_size else None,
+        tokenizer=path if path.exists() else None,
+    )
+    return out
+
+
+def _tokenizer(loaded: Any) -> Any:
+    from spesd.data.tokenizer import load_tokenizer
+
+    path = loaded.folder / "tokenizer.json"
+    given = path if loaded.run.tokenizer.kind == "file" else None
+    return load_tokenizer(loaded.run.tokenizer, given, loaded.run.model.vocab_size)

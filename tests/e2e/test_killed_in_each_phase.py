@@ -1,0 +1,52 @@
+"""A peer killed with SIGKILL in each phase comes back as itself, and nobody stops for it."""
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.swarm import PeerProcess, run_toml, wait_for
+
+pytestmark = pytest.mark.e2e
+
+DEADLINE_S = 15.0
+PHASES = ["training", "offering", "exchanging", "merging", "checkpointing"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_killed_while(phase: str, peers: Callable[..., PeerProcess], tmp_path: Path) -> None:
+    founder = peers("founder", "start", run_toml(tmp_path, deadline_s=DEADLINE_S))
+    address = founder.address()
+    other = peers("other", "join", "--bootstrap", address)
+    victim = peers(
+        "victim", "join", "--bootstrap", address, peer_toml=f'[faults]\nkill = "{phase}@6"\n'
+    )
+    other.address()
+    victim.address()
+    identity = wait_for("the victim's id", lambda: victim.status().get("me", {}).get("id"))
+    victim.process.wait(120)
+    assert victim.process.returncode == -signal.SIGKILL
+    assert [e for e in victim.journal() if e["event"] == "fault"][0]["phase"] == phase
+
+    died = time.time()
+    wait_for("three more rounds of the others", lambda: _since(founder, died) >= 3)
+    again = peers("victim", "join", "--bootstrap", address)
+    again.address()
+    back = time.time()
+    wait_for(
+        "the victim merging again",
+        lambda: [m for m in again.merged() if m["time"] > back and m["offers"] > 1],
+    )
+    assert again.status()["me"]["id"] == identity
+    assert any(e["event"] in ("resumed", "synced") for e in again.journal() if e["time"] > died)
+    for peer in (founder, other):
+        times = [m["time"] for m in peer.merged() if m["time"] > died - 5]
+        gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+        assert max(gaps) < DEADLINE_S + 2, gaps
+    for peer in (again, other, founder):
+        assert peer.end() == 0
+
+
+def _since(peer: PeerProcess, moment: float) -> int:
+    return sum(m["time"] > moment for m in peer.merged())
