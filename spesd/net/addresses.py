@@ -1,0 +1,59 @@
+"""Multiaddrs: which are well formed, which are dialable by whom, best first."""
+
+import ipaddress
+from collections.abc import Iterable
+
+from hivemind.utils.multiaddr import Multiaddr
+
+from spesd.errors import UsageError
+
+KINDS = ("public", "private", "loopback")
+
+
+def checked(address: str, *, with_peer: bool) -> str:
+    """Return a multiaddr in its normal form; UsageError that shows the right form otherwise."""
+    example = "/ip4/203.0.113.7/tcp/4001" + ("/p2p/QmPeerId" if with_peer else "")
+    try:
+        parsed = Multiaddr(address)
+        protocols = [p.name for p in parsed.protocols()]
+    except Exception:  # noqa: BLE001 - the parser raises what it likes
+        protocols = []
+    complete = bool(protocols) and ("tcp" in protocols or "udp" in protocols)
+    if not complete or (with_peer and protocols[-1] != "p2p"):
+        raise UsageError(f"{address!r} is not an address of a peer; it looks like {example}.")
+    return str(parsed)
+
+
+def port_of(address: str) -> int:
+    """Return the TCP or UDP port of a multiaddr; 0 if it has none."""
+    words = address.split("/")
+    for name in ("tcp", "udp"):
+        if name in words:
+            return int(words[words.index(name) + 1])
+    return 0
+
+
+def kind_of(address: str) -> str:
+    """Tell who can dial this address: public, private or loopback."""
+    words = address.split("/")
+    if len(words) < 3 or words[1] not in ("ip4", "ip6"):
+        return "public"  # a DNS name: somebody chose it
+    ip = ipaddress.ip_address(words[2])
+    if ip.is_loopback:
+        return "loopback"
+    return "public" if ip.is_global else "private"
+
+
+def best_first(addresses: Iterable[str]) -> list[str]:
+    """Sort addresses by who can dial them, IPv4 before IPv6; link-local ones are left out."""
+    usable = [a for a in addresses if not _link_local(a) and "/p2p-circuit" not in a]
+    return sorted(dict.fromkeys(usable), key=lambda a: (KINDS.index(kind_of(a)), "/ip6/" in a, a))
+
+
+def _link_local(address: str) -> bool:
+    words = address.split("/")
+    return (
+        len(words) > 2
+        and words[1] in ("ip4", "ip6")
+        and ipaddress.ip_address(words[2]).is_link_local
+    )
