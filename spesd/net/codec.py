@@ -32,7 +32,7 @@ _DOMAIN = b"spesd-v1:"
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """"There is a run of this name": said by each of its peers."""
+    """ "There is a run of this name": said by each of its peers."""
 
     run_id: str
     peer_id: str
@@ -111,11 +111,15 @@ def _to_message(record: Record) -> Message:
         values = {**vars(record), "claims": claims, "state": str(record.state)}
         return pb.PeerRecord(**{k: v for k, v in values.items() if v is not None})
     if isinstance(record, Offer):
-        parts = [pb.PartOffer(**{**vars(p), "digest": bytes.fromhex(p.digest)}) for p in record.parts]
+        parts = [
+            pb.PartOffer(**{**vars(p), "digest": bytes.fromhex(p.digest)}) for p in record.parts
+        ]
         values = {**vars(record), "parts": parts}
         return pb.Offer(**{k: v for k, v in values.items() if v is not None})
     if isinstance(record, StateManifest):
-        held = [pb.StatePart(**{**vars(p), "digest": bytes.fromhex(p.digest)}) for p in record.parts]
+        held = [
+            pb.StatePart(**{**vars(p), "digest": bytes.fromhex(p.digest)}) for p in record.parts
+        ]
         return pb.StateManifest(**{**vars(record), "parts": held})
     return pb.RunRecord(**vars(record))
 

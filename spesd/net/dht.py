@@ -150,9 +150,7 @@ class Dht:
 
     async def _store(self, key: str, value: bytes, expires: float, subkey: str | None) -> None:
         try:
-            await asyncio.wait_for(
-                self._node.store(key, value, expires, subkey=subkey), DEADLINE_S
-            )
+            await asyncio.wait_for(self._node.store(key, value, expires, subkey=subkey), DEADLINE_S)
         except TimeoutError:
             raise Unavailable("the DHT did not take a record in time") from None
 

@@ -77,7 +77,9 @@ class Download:
         self.into.parent.mkdir(parents=True, exist_ok=True)
         if self._part.exists() and self._part.stat().st_size <= self.size:
             with self._part.open("rb") as file:
-                kept = [hashlib.sha256(c).digest() for c in iter(lambda: file.read(CHUNK_BYTES), b"")]
+                kept = [
+                    hashlib.sha256(c).digest() for c in iter(lambda: file.read(CHUNK_BYTES), b"")
+                ]
             self._missing = [
                 i for i, d in enumerate(self._chunks) if i >= len(kept) or kept[i] != d
             ]
@@ -168,5 +170,3 @@ def _spans(missing: Sequence[int], most: int) -> list[tuple[int, int]]:
         else:
             spans.append((index, 1))
     return spans
-
-

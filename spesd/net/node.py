@@ -6,6 +6,8 @@ ProtocolViolation (another peer's fault). Never decides anything about a run.
 
 import asyncio
 import contextlib
+import errno
+import socket
 import statistics
 import tempfile
 import time
@@ -36,7 +38,14 @@ DIAL_S = 8.0
 DIAL_ROUNDS = 2  # a bootstrap peer that is just starting gets a second chance
 STOP_S = 5.0
 CLOCK_SAMPLES = 32
-_LOST = (P2PDaemonError, P2PHandlerError, OSError, TimeoutError, EOFError, asyncio.IncompleteReadError)
+_LOST = (
+    P2PDaemonError,
+    P2PHandlerError,
+    OSError,
+    TimeoutError,
+    EOFError,
+    asyncio.IncompleteReadError,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +97,7 @@ class Net:
                 raise UsageError(f"{address} announces port 0; give the port that others dial.")
         for address in config.listen:
             checked(address, with_peer=False)
+            _check_port(address)
         identity = (
             Identity.load_or_create(config.identity_path)
             if config.identity_path is not None
@@ -142,7 +152,9 @@ class Net:
             reached = [a for a, failure in zip(bootstrap, results, strict=True) if failure is None]
             if reached:
                 return reached
-            reasons = {a: f for a, f in zip(bootstrap, results, strict=True) if f is not None}
+            for address, failure in zip(bootstrap, results, strict=True):
+                # the first reason is the true one: later dials may only meet p2pd's own back-off
+                reasons.setdefault(address, str(failure))
             if attempt + 1 < DIAL_ROUNDS:
                 await asyncio.sleep(1.0)
         listed = "; ".join(f"{a}: {reason}" for a, reason in reasons.items())
@@ -163,7 +175,7 @@ class Net:
             return f"no answer within {DIAL_S:.0f} s"
         except (*_LOST, Exception) as error:  # noqa: BLE001 - the bindings raise bare exceptions
             text = str(error)
-            if "peer id mismatch" in text or "mismatch" in text:
+            if "peer id mismatch" in text:
                 return "another peer answers there: the peer id in the address is wrong"
             return "nobody answers there"
         return None
@@ -375,6 +387,26 @@ class _Guarded:
         """Close the stream; it may be gone already."""
         with contextlib.suppress(*_LOST, RuntimeError):
             await self._stream.aclose()
+
+
+def _check_port(address: str) -> None:
+    """Refuse a port that is taken: p2pd binds with SO_REUSEPORT and would share it in silence."""
+    words, port = address.split("/"), port_of(address)
+    if port == 0 or words[1] not in ("ip4", "ip6") or "tcp" not in words:
+        return
+    family = socket.AF_INET6 if words[1] == "ip6" else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            probe.bind((words[2], port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise Unavailable(
+                    f"the port {port} is in use; choose another one with --listen, or end what "
+                    "uses it."
+                ) from None
 
 
 def _without_ip6(listen: Sequence[str]) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ def aggregate(own: Tensor, own_sent: Tensor, others: Sequence[tuple[float, Tenso
     sent = own_sent.float()
     correction = torch.zeros_like(sent)
     for weight, offer in others:
-        correction.add_(offer.to(sent.device).float().sub_(sent), alpha=weight)
+        correction.add_(offer.to(sent.device).float() - sent, alpha=weight)
     own.add_(correction.to(own.device))
 
 

@@ -51,8 +51,8 @@ class PeerOptimizer:
         A norm that is not finite means no update: one bad batch must not write NaN into every
         weight. The caller sees the norm and decides what else to do.
         """
-        trained = [parameter for group in self._adam.param_groups for parameter in group["params"]]
-        norm = float(torch.nn.utils.clip_grad_norm_(trained, self.config.grad_clip))
+        # In the model's own order, on which the last bit of the norm depends.
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip))
         if math.isfinite(norm):
             for group in self._adam.param_groups:
                 group["lr"] = lr
@@ -95,7 +95,7 @@ class PeerOptimizer:
             if (trained := {name: p for name, p in members if p.requires_grad})
         }
         by_name = {name: p for members in self._members.values() for name, p in members.items()}
-        everything = list(by_name.values())
+        everything = [p for p in self.model.parameters() if p.requires_grad]
         fused = everything[0].device.type in ("cpu", "cuda")  # 3x the plain loop's speed on CPU
         groups: list[dict[str, Any]] = [
             {"params": [p for p in everything if p.ndim >= 2]},

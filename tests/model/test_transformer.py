@@ -145,7 +145,7 @@ def test_frozen_storage_in_bf16_rounds_once_and_owned_experts_not_at_all():
     out = model.loss(ids, targets, LossConfig())
     out.total.backward()
     exact = make_model().loss(ids, targets, LossConfig())
-    assert 0 < abs(float(out.total - exact.total)) < 1e-3
+    assert 0 < abs(float((out.total - exact.total).detach())) < 1e-3
     assert model.layers[0].experts[3].w1.grad.dtype == torch.float32
 
 

@@ -1,0 +1,102 @@
+"""Text to token ids and back: bytes as they are, or any tokenizer.json by its file.
+
+Decides whether a tokenizer fits a run. Never downloads anything.
+"""
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from spesd.config import TokenizerConfig
+from spesd.digest import file_digest
+from spesd.errors import ConfigError, Unavailable
+
+_END_WORDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """What the data stream needs of a tokenizer."""
+
+    vocab_size: int
+    eos_id: int  # ends a document
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without an end."""
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids; what is no text becomes a replacement character."""
+
+
+class ByteTokenizer:
+    """UTF-8 bytes are ids 0 to 255; 256 ends a document."""
+
+    vocab_size = 257
+    eos_id = 256
+
+    def encode(self, text: str) -> list[int]:
+        """Return the bytes of a text."""
+        return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).tolist()
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text; half a character becomes a replacement character."""
+        return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+
+
+class FileTokenizer:
+    """A Hugging Face tokenizer.json."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer as FastTokenizer
+
+        try:
+            self._fast = FastTokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001 - the library raises bare exceptions
+            if not path.is_file():
+                raise Unavailable(
+                    f"there is no tokenizer file {path}; give its path in run.toml or peer.toml."
+                ) from None
+            first = str(error).splitlines()[0][:120]
+            raise ConfigError(f"{path} is not a tokenizer.json ({first}).") from None
+        self.vocab_size = int(self._fast.get_vocab_size(with_added_tokens=True))
+        ends = [self._fast.token_to_id(word) for word in _END_WORDS]
+        known = [i for i in ends if i is not None]
+        if not known:
+            raise ConfigError(
+                f"{path} has no token that ends a document (one of {', '.join(_END_WORDS)}); add "
+                "one to its vocabulary."
+            )
+        self.eos_id = int(known[0])
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without special tokens."""
+        return list(self._fast.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids."""
+        return str(self._fast.decode(ids))
+
+
+def load_tokenizer(config: TokenizerConfig, path: Path | None, vocab_size: int) -> Tokenizer:
+    """Return the run's tokenizer, checked against its digest and the model's vocabulary.
+
+    `path` is where this machine has the file. Raises Unavailable if it is not there, ConfigError if
+    it is another one, no tokenizer at all, or too large for `model.vocab_size`.
+    """
+    tokenizer: Tokenizer
+    if config.kind == "bytes":
+        tokenizer = ByteTokenizer()
+    else:
+        given = path or Path(config.path)
+        tokenizer = FileTokenizer(given)
+        wanted = config.digest.split(":")[0]
+        if wanted and file_digest(given) != wanted:
+            raise ConfigError(
+                f"{given} is not the run's tokenizer: its bytes differ from tokenizer.digest."
+            )
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens but model.vocab_size is "
+            f"{vocab_size}; raise model.vocab_size or choose another tokenizer."
+        )
+    return tokenizer
