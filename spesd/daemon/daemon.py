@@ -95,6 +95,7 @@ class Daemon:
 
     async def _begin(self, net: Net) -> Peer:
         run = await startup.learn_run(self.home, net, self.intent)
+        self.config = startup.with_device(self.config)
         startup.check_data(run, self.config)
         capacity = startup.pick_capacity(run, self.config)
         folder = startup.keep_run(self.home, run)

@@ -13,7 +13,8 @@ from typing import Any
 from spesd.daemon.peer import Peer
 from spesd.daemon.service import PeerService
 from spesd.daemon.worker import WorkerLost
-from spesd.errors import SpesdError
+from spesd.errors import DamagedState, SpesdError
+from spesd.ids import SHARED
 from spesd.swarm import events as ev
 from spesd.swarm.plan import PartMerge
 from spesd.swarm.records import Offer, PartOffer
@@ -100,6 +101,8 @@ class Effects:
         )
         for refused in reply.get("refused", []):
             peer.say("numerics", f"kept back {refused}")
+        if not any(p.part == SHARED for p in parts):
+            raise DamagedState("our shared parameters are not finite; going back to a good state")
         peer.progress.loss = reply.get("loss", peer.progress.loss)
         offer = Offer(
             run_id=peer.run.run_id,

@@ -6,6 +6,7 @@ the tokenizer, the corpus, the device, the memory.
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,6 +181,15 @@ def check_data(run: RunConfig, config: PeerConfig) -> None:
     check_sources(run.data, config.data)
 
 
+def with_device(config: PeerConfig) -> PeerConfig:
+    """Return the config with "auto" resolved: the first CUDA device, or the CPU."""
+    if config.device != "auto":
+        return config
+    import torch
+
+    return dataclasses.replace(config, device="cuda:0" if torch.cuda.is_available() else "cpu")
+
+
 def pick_capacity(run: RunConfig, config: PeerConfig) -> int:
     """Return how many experts this peer can own: as asked, or as memory allows."""
     wanted = config.own or run.swarm.experts_per_peer
@@ -188,10 +198,9 @@ def pick_capacity(run: RunConfig, config: PeerConfig) -> int:
     budget = parse_bytes(config.vram) if config.vram else _free_memory(config.device)
     fits = largest_k(
         run.model,
-        seq_len=run.data.seq_len,
-        batch_size=run.data.batch_size,
+        tokens_per_step=run.data.tokens_per_step,
         frozen=config.frozen,
-        cuda=config.device.startswith("cuda"),
+        device="cuda" if config.device.startswith("cuda") else "cpu",
         budget_bytes=budget,
     )
     if fits is None:
@@ -217,6 +226,11 @@ def _free_memory(device: str) -> int:
     if device.startswith("cuda"):
         import torch
 
+        if not torch.cuda.is_available():
+            raise Unavailable(
+                f"there is no device {device} here: torch sees no CUDA device; use --device cpu, or "
+                "mend the driver."
+            )
         free, _ = torch.cuda.mem_get_info(torch.device(device))
         return int(free)
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -99,6 +99,7 @@ class Sync:
             async with limit:
                 await peer.net.fetch(digest, size, sources, peer.bundle_path(digest))
 
+        failed = False
         try:
             async with asyncio.TaskGroup() as group:
                 for part in manifest.parts:
@@ -123,6 +124,8 @@ class Sync:
         except* (SpesdError, TimeoutError) as group_error:
             reason = "; ".join(str(e) for e in group_error.exceptions)
             peer.journal.write("donor", peer=donor, reason=f"download failed: {reason}")
+            failed = True
+        if failed:
             return False
         self._loaded(manifest)
         peer.journal.write(

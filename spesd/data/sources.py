@@ -4,7 +4,6 @@ Decides how a source is read and what is wrong with it, in one sentence. Never d
 reads what (`stream` does).
 """
 
-import glob
 import gzip
 import json
 import logging
@@ -118,8 +117,10 @@ def _shipped() -> list[str]:
 
 
 def _files(source: SourceConfig, path: str) -> list[str]:
-    found = sorted(f for f in glob.glob(str(Path(path).expanduser()), recursive=True))
-    files = [f for f in found if Path(f).is_file()]
+    given = Path(path).expanduser()
+    anchor = Path(given.anchor or ".")
+    pattern = str(given.relative_to(given.anchor) if given.anchor else given)
+    files = sorted(str(f) for f in anchor.glob(pattern) if f.is_file())
     if not files:
         raise Unavailable(
             f"the data source {source.name!r} finds no file at {path!r}; correct the path in "

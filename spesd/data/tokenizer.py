@@ -6,8 +6,6 @@ Decides whether a tokenizer fits a run. Never downloads anything.
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
 from spesd.config import TokenizerConfig
 from spesd.digest import file_digest
 from spesd.errors import ConfigError, Unavailable
@@ -36,7 +34,7 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the bytes of a text."""
-        return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).tolist()
+        return list(text.encode("utf-8", "replace"))
 
     def decode(self, ids: list[int]) -> str:
         """Return the text; half a character becomes a replacement character."""

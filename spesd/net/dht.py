@@ -44,7 +44,7 @@ def config_key(run_id: str) -> str:
 RUNS_KEY = "spesd.runs"
 
 
-class SpesdValidator(RecordValidatorBase):  # type: ignore[misc]
+class SpesdValidator(RecordValidatorBase):
     """Stores and returns nothing but what spesd's peers may say.
 
     A signed record must lie under its signer's subkey, at the key that it belongs to; a config must

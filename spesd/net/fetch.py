@@ -41,7 +41,7 @@ class Download:
         self.bytes_down = 0
 
     async def run(self, sources: Sequence[str]) -> Path:
-        """Fetch from `sources`, in turn; raises Unavailable, with each one's reason, if none can."""
+        """Fetch from `sources` in turn; Unavailable, with each one's reason, if none can."""
         if self.into.exists():
             return self.into
         reasons = []

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import spesd.net.quiet  # noqa: F401 - before hivemind
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
+import spesd.net.quiet  # noqa: F401 - before hivemind
 from spesd.config import RunConfig
 from spesd.errors import ProtocolViolation, Unavailable, UsageError
 from spesd.net.addresses import best_first, checked, kind_of, port_of

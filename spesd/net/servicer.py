@@ -48,7 +48,7 @@ class Service(Protocol):
         """Where the bytes named `digest` lie, if they are here."""
 
 
-class PeerServicer(ServicerBase):  # type: ignore[misc]
+class PeerServicer(ServicerBase):
     """The RPCs of proto/spesd/v1/exchange.proto."""
 
     def __init__(self, service: Service) -> None:
