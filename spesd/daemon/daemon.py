@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from spesd.daemon import startup
@@ -136,8 +136,7 @@ class Daemon:
             self._spawn(services, self._sync("starting"))
             await self.left.wait()
             await self._shut_down()
-            for part in [*parts, *effects._round_tasks, *self._spawned]:
-                part.cancel()
+            await _end([*parts, *effects.running(), *self._spawned])
 
     def _spawn(self, group: asyncio.TaskGroup, work: Any) -> None:
         task = group.create_task(work)
@@ -301,6 +300,8 @@ class Daemon:
         while True:
             await peer.worker.lost.wait()
             await self._pump
+            if self.left.is_set():
+                return
             self._crashes += 1
             pause = min(RESTART_S[0] * 2 ** (self._crashes - 1), RESTART_S[1])
             reason = f"the trainer process ended; restarting it in {pause:.0f} s"
@@ -394,3 +395,12 @@ class Daemon:
         }
         records = [*peer.roster.present(time.monotonic()), peer.record()]
         return swarm_status(view, records, me).to_json()
+
+
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel tasks until they are done: wait_for may swallow one cancellation (Python 3.11)."""
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=0.5)

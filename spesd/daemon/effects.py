@@ -45,6 +45,10 @@ class Effects:
         self._round_tasks.add(task)
         task.add_done_callback(self._round_tasks.discard)
 
+    def running(self) -> list[asyncio.Task[None]]:
+        """The commands that are being carried out."""
+        return list(self._round_tasks)
+
     async def _guarded(self, action: Callable[[Any], Awaitable[None]], command: ev.Command) -> None:
         try:
             await action(command)

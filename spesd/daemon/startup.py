@@ -228,8 +228,8 @@ def _free_memory(device: str) -> int:
 
         if not torch.cuda.is_available():
             raise Unavailable(
-                f"there is no device {device} here: torch sees no CUDA device; use --device cpu, or "
-                "mend the driver."
+                f"there is no device {device} here: torch sees no CUDA device; use "
+                "--device cpu, or mend the driver."
             )
         free, _ = torch.cuda.mem_get_info(torch.device(device))
         return int(free)

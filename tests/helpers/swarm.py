@@ -119,11 +119,11 @@ class PeerProcess:
         """The rounds that this peer has merged, oldest first."""
         return [e for e in self.journal() if e["event"] == "merged"]
 
-    def signal(self, number: signal.Signals) -> None:
+    def send(self, number: int) -> None:
         """Send a signal to the daemon alone."""
         self.process.send_signal(number)
 
-    def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 15.0) -> int:
+    def end(self, number: int = signal.SIGTERM, timeout_s: float = 15.0) -> int:
         """End the daemon and wait for it."""
         if self.process.poll() is None:
             self.process.send_signal(number)
