@@ -202,8 +202,12 @@ class Peer:
         return before != self.owns
 
     def fault(self, phase: str) -> None:
-        """Die here if the peer's config says so: how the tests kill a peer in a given phase."""
-        if self.config.faults.get("kill") == f"{phase}@{self.round.round}":
+        """Die here if the peer's config says so: how the tests kill a peer in a given phase.
+
+        `kill = "merging@3"` in [faults] means: when merging, three rounds after this start.
+        """
+        wanted, _, rounds = self.config.faults.get("kill", "").partition("@")
+        if wanted == phase and len(self.rounds) >= int(rounds or 0):
             self.journal.write("fault", phase=phase, round=self.round.round)
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -20,7 +20,7 @@ def test_killed_while(phase: str, peers: Callable[..., PeerProcess], tmp_path: P
     address = founder.address()
     other = peers("other", "join", "--bootstrap", address)
     victim = peers(
-        "victim", "join", "--bootstrap", address, peer_toml=f'[faults]\nkill = "{phase}@6"\n'
+        "victim", "join", "--bootstrap", address, peer_toml=f'[faults]\nkill = "{phase}@2"\n'
     )
     other.address()
     victim.address()

@@ -93,7 +93,9 @@ def test_data_tokenizer_and_device_are_refused(tmp_path: Path) -> None:
     refused("start", path, *home, code=1, says=["none.txt"])
     (tmp_path / "none.txt").write_text("")
     refused("start", path, *home, code=1, says=["none.txt"])
-    run_toml(tmp_path).open("a").write('[tokenizer]\nkind = "file"\npath = "missing.json"\n')
+    tokenizer = '\n[tokenizer]\nkind = "file"\npath = "missing.json"\n'
+    path = run_toml(tmp_path)
+    path.write_text(path.read_text() + tokenizer)
     refused("start", path, *home, code=1, says=["missing.json"])
     edited(run_toml(tmp_path), ("[model]", "[model]\nvocab_size = 100"))
     refused("start", path, *home, code=2, says=["100", "257"])
