@@ -147,8 +147,9 @@ class Trainer:
         """Make one optimizer step on the next batch; a step that is not finite changes nothing."""
         inputs, targets = self.stream.next_batch()
         tokens = int(inputs.size)
-        lr = learning_rate(self.progress(), self.config.optimizer, self.config.schedule)
         self.step_in_round += 1
+        # counted with this step: at 0 tokens the warm-up's rate is 0, and a step would be lost
+        lr = learning_rate(self.progress(), self.config.optimizer, self.config.schedule)
         out = self.model.loss(
             torch.from_numpy(inputs).to(self.device),
             torch.from_numpy(targets).to(self.device),

@@ -1,0 +1,134 @@
+"""The trainer's process: its protocol, and that it never outlives its parent."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.swarm import wait_for
+from helpers.tiny import tiny_config
+
+COMMAND = [sys.executable, "-m", "spesd.train.child"]
+
+
+class Talk:
+    """Commands in, replies and events out, over real pipes."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.events: list[dict[str, Any]] = []
+        self._number = 0
+
+    def send(self, do: str, **arguments: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self._number += 1
+        self.process.stdin.write(json.dumps({"id": self._number, "do": do, **arguments}) + "\n")
+        self.process.stdin.flush()
+        while "event" in (message := self.read()):
+            self.events.append(message)
+        assert message["id"] == self._number
+        return message
+
+    def read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.process.stderr.read() if self.process.stderr else ""
+        return json.loads(line)
+
+    def until(self, event: str) -> dict[str, Any]:
+        while (message := self.read()).get("event") != event:
+            self.events.append(message)
+        return message
+
+
+@pytest.fixture
+def talk() -> Iterator[Talk]:
+    talk = Talk()
+    yield talk
+    talk.process.kill()
+    talk.process.wait()
+    for pipe in (talk.process.stdin, talk.process.stdout, talk.process.stderr):
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError):
+            pipe.close()
+
+
+def setup(store: Path, device: str = "cpu") -> dict[str, Any]:
+    return {
+        "config": tiny_config().canonical().decode(), "peer_id": "a", "device": device,
+        "owned": [0, 1, 2, 3], "store": str(store), "data": {}, "tokenizer": "", "frozen": "fp32",
+        "threads": 1, "nice": 0,
+    }  # fmt: skip
+
+
+def test_a_round_over_the_pipes(talk: Talk, tmp_path: Path) -> None:
+    reply = talk.send("setup", setup=setup(tmp_path))
+    assert reply["ok"] and reply["tokens_per_step"] == 128
+    assert talk.send("initialise")["ok"]
+    assert talk.send("train", round=1, steps=3, go_on=False, global_tokens=0, contributors=1)["ok"]
+    assert talk.until("steps_done")["step_in_round"] == 3
+    snapshot = talk.send("snapshot", round=1)
+    assert snapshot["tokens"] == 3 * 128
+    assert [p["part"] for p in snapshot["parts"]] == ["shared", *(f"expert-{e}" for e in range(4))]
+    routed = sum(p["tokens"] for p in snapshot["parts"][1:])
+    assert routed == 3 * 128 * 2 * 2  # two layers, two experts a token
+    assert talk.send("merge", round=1, parts=[])["rejected"] == []
+    assert 0 < talk.send("evaluate")["val_loss"] < 6
+    saved = talk.send("checkpoint", round=1, global_tokens=384, contributors=1, versions={})
+    assert Path(saved["path"]).exists()
+    assert talk.send("load_checkpoint", path=saved["path"])["steps"] == 3
+    broken = talk.send("load_checkpoint", path=str(tmp_path / "none.json"))
+    assert (broken["ok"], broken["kind"]) == (False, "damaged")
+    assert talk.process.stdin is not None
+    talk.process.stdin.close()
+    assert talk.process.wait(10) == 0
+
+
+def test_it_trains_on_after_its_steps_if_told_so(talk: Talk, tmp_path: Path) -> None:
+    talk.send("setup", setup=setup(tmp_path))
+    talk.send("initialise")
+    talk.send("train", round=1, steps=2, go_on=True, global_tokens=0, contributors=1)
+    talk.until("steps_done")
+    later = talk.until("steps")  # one report a second
+    assert later["step_in_round"] > 2
+    assert talk.send("halt")["ok"]
+
+
+def test_a_missing_device_is_one_sentence(talk: Talk, tmp_path: Path) -> None:
+    reply = talk.send("setup", setup=setup(tmp_path, device="cuda:7"))
+    assert (reply["ok"], reply["kind"]) == (False, "unavailable")
+    assert "cuda:7" in reply["error"] and "--device cpu" in reply["error"]
+
+
+def test_it_dies_with_its_parent(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, time\n"
+        f"p = subprocess.Popen({COMMAND!r}, stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
+        'p.stdin.write(b\'{"id": 1, "do": "halt"}\\n\'); p.stdin.flush()\n'
+        "p.stdout.readline(); print(p.pid, flush=True); time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.communicate()
+
+    def gone() -> bool:
+        try:
+            return "Z" in Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            return True
+
+    wait_for("the child's end", gone, 5)

@@ -1,0 +1,243 @@
+"""The trainer: plain training when alone, the paper's aggregation together, exact resume."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.tiny import make_trainer, tiny_config
+from safetensors.torch import load_file
+
+from spesd.config import RunConfig
+from spesd.data.stream import TextStream
+from spesd.data.tokenizer import ByteTokenizer
+from spesd.errors import DamagedState, ProtocolViolation
+from spesd.model.transformer import MoETransformer
+from spesd.swarm.plan import merges, trained_parts, wants
+from spesd.swarm.records import Offer, PartOffer
+from spesd.train.trainer import Trainer
+
+ALL = (0, 1, 2, 3)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {n: p.detach().float().clone() for n, p in trainer.model.named_parameters()}
+
+
+def plain_loop(config: RunConfig, peer: str, steps: int) -> dict[str, torch.Tensor]:
+    """Training as anybody would write it, without a line of the trainer's."""
+    model = MoETransformer(config.model)
+    model.init_weights(config.seed)
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    gains = [p for p in model.parameters() if p.ndim < 2]
+    o, s = config.optimizer, config.schedule
+    adam = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": o.weight_decay},
+         {"params": gains, "weight_decay": 0.0}],
+        lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, fused=True,
+    )  # fmt: skip
+    stream = TextStream(config.data, ByteTokenizer(), seed=config.seed, peer_id=peer)
+    seen = 0
+    for _ in range(steps):
+        inputs, targets = stream.next_batch()
+        loss = model.loss(torch.from_numpy(inputs), torch.from_numpy(targets), config.loss)
+        loss.total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), o.grad_clip)
+        seen += inputs.size
+        warm = min(seen / s.warmup_tokens, 1.0)
+        past = max(seen - s.warmup_tokens, 0) / (s.total_tokens - s.warmup_tokens)
+        cosine = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * min(past, 1.0), dtype=torch.float64)))
+        lr = o.lr * (
+            warm
+            if seen < s.warmup_tokens
+            else s.final_fraction + (1 - s.final_fraction) * float(cosine)
+        )
+        for group in adam.param_groups:
+            group["lr"] = lr
+        adam.step()
+        adam.zero_grad(set_to_none=True)
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def test_a_swarm_of_one_is_plain_training_bit_for_bit(tmp_path: Path) -> None:
+    config = tiny_config()
+    trainer = make_trainer(config, tmp_path, "a", ALL)
+    tokens = 0
+    for number in (1, 2, 3):
+        trainer.begin_round(number, tokens, 1)
+        for _ in range(5):
+            tokens += trainer.step().tokens
+        offered, refused = trainer.snapshot()
+        assert len(offered) == 5 and refused == []
+        assert trainer.merge(number, [])["merged"] == []
+        trainer.evaluate()
+        trainer.checkpoint(number, tokens, 1, {})
+    expected = plain_loop(config, "a", 15)
+    for name, value in weights(trainer).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def offers_of(trainers: dict[str, Trainer], number: int) -> dict[str, Offer]:
+    offers = {}
+    for peer, trainer in trainers.items():
+        parts = tuple(
+            PartOffer(
+                part=p["part"], term=1, tokens=p["tokens"], digest=p["digest"], size=p["size"]
+            )
+            for p in trainer.snapshot()[0]
+        )
+        offers[peer] = Offer(
+            run_id="r",
+            peer_id=peer,
+            round=number,
+            tokens=1,
+            global_tokens=0,
+            loss=None,
+            parts=parts,
+        )
+    return offers
+
+
+def exchange(trainers: dict[str, Trainer], offers: dict[str, Offer], number: int) -> None:
+    """What the daemon does between a snapshot and the next round, with everybody present."""
+    for peer, trainer in trainers.items():
+        needed = wants(peer, trained_parts(trainer.model.owned), offers, 0)
+        plan = []
+        for merge in merges(offers[peer], needed, 4, {}):
+            inputs = [
+                {"path": str(trainers[w.peer].bundle(w.digest)), "digest": w.digest,
+                 "tokens": w.tokens, "peer": w.peer}
+                for w in merge.inputs
+            ]  # fmt: skip
+            plan.append({"part": merge.part, "own_tokens": merge.own_tokens, "inputs": inputs})
+        assert trainer.merge(number, plan)["rejected"] == []
+
+
+@pytest.mark.parametrize("owned", [((0,), (1,), (2,), (3,)), ((0, 1), (1, 2), (2, 3), (3, 0))])
+def test_four_peers_come_to_the_reference_aggregation(
+    owned: tuple[tuple[int, ...], ...], tmp_path: Path
+) -> None:
+    config = tiny_config()
+    names = ("a", "b", "c", "d")
+    trainers = {
+        n: make_trainer(config, tmp_path / n, n, o) for n, o in zip(names, owned, strict=True)
+    }
+    for number in (1, 2):
+        for trainer in trainers.values():
+            trainer.begin_round(number, 0, 4)
+            for _ in range(3):
+                trainer.step()
+        offers = offers_of(trainers, number)
+        expected = reference(trainers, offers)
+        exchange(trainers, offers, number)
+        for trainer in trainers.values():
+            for name, value in weights(trainer).items():
+                assert torch.allclose(value, expected[name], rtol=1e-6, atol=1e-7), name
+
+
+def reference(trainers: dict[str, Trainer], offers: dict[str, Offer]) -> dict[str, torch.Tensor]:
+    """Experts from their owners, shared parameters averaged, by tokens; from the files alone."""
+    sums: dict[str, torch.Tensor] = {}
+    totals: dict[str, float] = {}
+    for peer, offer in offers.items():
+        for part in offer.parts:
+            for name, tensor in load_file(trainers[peer].bundle(part.digest)).items():
+                sums[name] = sums.get(name, 0) + tensor.double() * part.tokens
+                totals[name] = totals.get(name, 0) + part.tokens
+    return {n: (s / totals[n]).float() for n, s in sums.items()}
+
+
+def test_resuming_from_a_checkpoint_is_exact(tmp_path: Path) -> None:
+    config = tiny_config()
+    straight = make_trainer(config, tmp_path / "a", "a", (0, 2))
+    for _ in range(4):
+        straight.step()
+    path = straight.checkpoint(1, 512, 1, {"shared": (1, 0)})
+    for _ in range(4):
+        straight.step()
+    resumed = Trainer(straight.setup)
+    checkpoint = resumed.store.read(path)
+    resumed.load_checkpoint(checkpoint)
+    resumed.step_in_round = 4
+    assert (resumed.steps, resumed.tokens) == (4, 4 * 128)
+    for _ in range(4):
+        resumed.step()
+    for name, value in weights(straight).items():
+        assert torch.equal(value, weights(resumed)[name]), name
+
+
+def test_a_bad_input_is_left_out_and_named(tmp_path: Path) -> None:
+    config = tiny_config()
+    a = make_trainer(config, tmp_path / "a", "a", (0, 1))
+    b = make_trainer(config, tmp_path / "b", "b", (2, 3))
+    b.step()
+    offered = {p["part"]: p for p in b.snapshot()[0]}
+    a.step()
+    a.snapshot()
+    good, bad = offered["expert-2"], offered["expert-3"]
+    damaged = b.bundle(bad["digest"])
+    damaged.write_bytes(damaged.read_bytes()[:-4] + b"\x00\x00\xc0\x7f")
+    before = weights(a)
+    plan = [
+        {"part": p["part"], "own_tokens": None,
+         "inputs": [{"path": str(b.bundle(p["digest"])), "digest": p["digest"],
+                     "tokens": 1, "peer": "b"}]}
+        for p in (good, bad)
+    ]  # fmt: skip
+    result = a.merge(1, plan)
+    assert result["merged"] == ["expert-2"]
+    assert [(r["peer"], r["part"]) for r in result["rejected"]] == [("b", "expert-3")]
+    assert torch.equal(weights(a)["layers.0.experts.3.w1"], before["layers.0.experts.3.w1"])
+    assert torch.equal(weights(a)["layers.0.experts.2.w1"], weights(b)["layers.0.experts.2.w1"])
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_a_bad_part_is_not_offered(
+    tmp_path: Path,
+) -> None:
+    trainer = make_trainer(tiny_config(), tmp_path, "a", ALL)
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if name.endswith("experts.1.w2"):
+                parameter.fill_(float("nan"))
+    before = weights(trainer)
+    result = trainer.step()
+    assert result.loss is None and "not finite" in result.reason
+    assert torch.equal(weights(trainer)["embed.weight"], before["embed.weight"])
+    offered, refused = trainer.snapshot()
+    assert "expert-1" not in [p["part"] for p in offered]
+    assert refused and refused[0].startswith("expert-1")
+
+
+def test_a_state_is_loaded_whole_or_not_at_all(tmp_path: Path) -> None:
+    a = make_trainer(tiny_config(), tmp_path / "a", "a", ALL)
+    a.step()
+    parts = a.store.read(a.checkpoint(1, 1, 1, {})).parts
+    given = [{"part": p.part, "path": str(a.bundle(p.digest)), "digest": p.digest} for p in parts]
+    b = make_trainer(tiny_config(), tmp_path / "b", "b", (0,))
+    before = weights(b)
+    with pytest.raises(ProtocolViolation, match="lacks"):
+        b.load_state(given[:-1])
+    last = a.bundle(parts[-1].digest)
+    raw = last.read_bytes()
+    last.write_bytes(raw[:-1])
+    with pytest.raises(DamagedState):
+        b.load_state(given)
+    assert all(torch.equal(v, before[n]) for n, v in weights(b).items())
+    last.write_bytes(raw)
+    b.load_state(given)
+    assert all(torch.equal(v, weights(a)[n]) for n, v in weights(b).items())
+
+
+def test_frozen_experts_do_not_train(tmp_path: Path) -> None:
+    config = tiny_config()
+    trainer = make_trainer(config, tmp_path, "a", (0,))
+    before = weights(trainer)
+    trainer.step()
+    after = weights(trainer)
+    moved = {n for n in after if not torch.equal(after[n], before[n])}
+    assert not any(f"experts.{e}." in n for n in moved for e in (1, 2, 3))
+    assert any("experts.0." in n for n in moved) and "embed.weight" in moved
