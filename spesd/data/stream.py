@@ -257,7 +257,7 @@ class _Blocks:
 
 def _reader(documents: Documents, key: str, held_out: Any) -> _Indexed | _Blocks:
     size = documents.local_bytes
-    if size is None or size > INDEXED_BYTES:
+    if documents.source.kind != "builtin" and (size is None or size > INDEXED_BYTES):
         return _Blocks(documents, key, held_out)
     texts = [t for t in documents.in_order() if not held_out(t)]
     if not texts:

@@ -1,11 +1,13 @@
 """Multiaddrs: which are well formed, which are dialable by whom, best first."""
 
+import errno
 import ipaddress
+import socket
 from collections.abc import Iterable
 
 from hivemind.utils.multiaddr import Multiaddr
 
-from spesd.errors import UsageError
+from spesd.errors import Unavailable, UsageError
 
 KINDS = ("public", "private", "loopback")
 
@@ -31,6 +33,26 @@ def port_of(address: str) -> int:
         if name in words:
             return int(words[words.index(name) + 1])
     return 0
+
+
+def check_port(address: str) -> None:
+    """Refuse a port that is taken: p2pd binds with SO_REUSEPORT and would share it in silence."""
+    words, port = address.split("/"), port_of(address)
+    if port == 0 or words[1] not in ("ip4", "ip6") or "tcp" not in words:
+        return
+    family = socket.AF_INET6 if words[1] == "ip6" else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            probe.bind((words[2], port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise Unavailable(
+                    f"the port {port} is in use; choose another one with --listen, or end what "
+                    "uses it."
+                ) from None
 
 
 def kind_of(address: str) -> str:

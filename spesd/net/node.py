@@ -6,8 +6,6 @@ ProtocolViolation (another peer's fault). Never decides anything about a run.
 
 import asyncio
 import contextlib
-import errno
-import socket
 import statistics
 import tempfile
 import time
@@ -23,7 +21,7 @@ from hivemind.utils.multiaddr import Multiaddr
 import spesd.net.quiet  # noqa: F401 - before hivemind
 from spesd.config import RunConfig
 from spesd.errors import ProtocolViolation, Unavailable, UsageError
-from spesd.net.addresses import best_first, checked, kind_of, port_of
+from spesd.net.addresses import best_first, check_port, checked, kind_of, port_of
 from spesd.net.codec import MAX_ENVELOPES, Record, RunRecord, open_envelope, seal
 from spesd.net.dht import Dht, SpesdValidator
 from spesd.net.fetch import Download
@@ -97,7 +95,7 @@ class Net:
                 raise UsageError(f"{address} announces port 0; give the port that others dial.")
         for address in config.listen:
             checked(address, with_peer=False)
-            _check_port(address)
+            check_port(address)
         identity = (
             Identity.load_or_create(config.identity_path)
             if config.identity_path is not None
@@ -387,26 +385,6 @@ class _Guarded:
         """Close the stream; it may be gone already."""
         with contextlib.suppress(*_LOST, RuntimeError):
             await self._stream.aclose()
-
-
-def _check_port(address: str) -> None:
-    """Refuse a port that is taken: p2pd binds with SO_REUSEPORT and would share it in silence."""
-    words, port = address.split("/"), port_of(address)
-    if port == 0 or words[1] not in ("ip4", "ip6") or "tcp" not in words:
-        return
-    family = socket.AF_INET6 if words[1] == "ip6" else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        try:
-            probe.bind((words[2], port))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise Unavailable(
-                    f"the port {port} is in use; choose another one with --listen, or end what "
-                    "uses it."
-                ) from None
 
 
 def _without_ip6(listen: Sequence[str]) -> tuple[str, ...]:

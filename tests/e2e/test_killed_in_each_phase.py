@@ -1,5 +1,6 @@
 """A peer killed with SIGKILL in each phase comes back as itself, and nobody stops for it."""
 
+import itertools
 import signal
 import time
 from collections.abc import Callable
@@ -27,7 +28,7 @@ def test_killed_while(phase: str, peers: Callable[..., PeerProcess], tmp_path: P
     identity = wait_for("the victim's id", lambda: victim.status().get("me", {}).get("id"))
     victim.process.wait(120)
     assert victim.process.returncode == -signal.SIGKILL
-    assert [e for e in victim.journal() if e["event"] == "fault"][0]["phase"] == phase
+    assert next(e for e in victim.journal() if e["event"] == "fault")["phase"] == phase
 
     died = time.time()
     wait_for("three more rounds of the others", lambda: _since(founder, died) >= 3)
@@ -42,7 +43,7 @@ def test_killed_while(phase: str, peers: Callable[..., PeerProcess], tmp_path: P
     assert any(e["event"] in ("resumed", "synced") for e in again.journal() if e["time"] > died)
     for peer in (founder, other):
         times = [m["time"] for m in peer.merged() if m["time"] > died - 5]
-        gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+        gaps = [b - a for a, b in itertools.pairwise(times)]
         assert max(gaps) < DEADLINE_S + 2, gaps
     for peer in (again, other, founder):
         assert peer.end() == 0
