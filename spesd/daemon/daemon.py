@@ -17,28 +17,26 @@ from typing import Any
 from spesd.daemon import startup
 from spesd.daemon.control import serve_control
 from spesd.daemon.effects import Effects
+from spesd.daemon.entry import Entry
 from spesd.daemon.home import Home
 from spesd.daemon.membership import Membership
 from spesd.daemon.peer import Peer
 from spesd.daemon.service import PeerService
 from spesd.daemon.startup import Intent
 from spesd.daemon.status import RunView, swarm_status
-from spesd.daemon.sync import Sync
 from spesd.daemon.worker import Reply, Worker, WorkerLost
 from spesd.errors import SpesdError, Unavailable
-from spesd.ids import all_parts
 from spesd.net.node import Net
 from spesd.peerconfig import PeerConfig
 from spesd.swarm import events as ev
-from spesd.swarm.lease import coverage, leases
 from spesd.swarm.records import PeerState
-from spesd.swarm.round import Phase
 
 INBOX = 100_000  # events; the round takes thousands a second, so a full inbox is a bug
 SAVE_S = 6.0  # of the ten seconds that a user waits for Ctrl-C
 RESTART_S = (2.0, 60.0)  # back-off between restarts of a crashed trainer
-WAIT_TICK_S = 0.3
 ADDRESS_EVERY_S = 20.0
+NET_CHECK_S = 5.0
+NET_MISSES = 2
 
 
 class Daemon:
@@ -50,7 +48,6 @@ class Daemon:
         self.rng = random.Random(os.urandom(16))
         self.left = asyncio.Event()
         self.leave_asked = asyncio.Event()
-        self._one_sync = asyncio.Lock()
         self._spawned: set[asyncio.Task[None]] = set()
         self._crashes = 0
         self._peer: Peer | None = None
@@ -123,17 +120,19 @@ class Daemon:
         peer.journal.write("started", peer=peer.net.peer_id, capacity=peer.capacity)
         async with asyncio.TaskGroup() as services:
             effects = Effects(peer, self.service, services)
-            effects.on_resync = lambda reason: self._spawn(services, self._sync(reason))
+            entry = Entry(peer, self.membership, effects, self.rng)
+            effects.on_resync = entry.again = lambda r: self._spawn(services, entry.sync(r))
             effects.on_leave = self.left.set
-            self._effects, self._services = effects, services
+            self._effects, self._entry = effects, entry
             parts = [
                 services.create_task(self.membership.run()),
                 services.create_task(self._supervise()),
                 services.create_task(self._remember_addresses()),
+                services.create_task(self._watch_network()),
                 services.create_task(self._rounds(effects)),
                 services.create_task(self._leaver()),
             ]
-            self._spawn(services, self._sync("starting"))
+            entry.again("starting")
             await self.left.wait()
             await self._shut_down()
             await _end([*parts, *effects.running(), *self._spawned])
@@ -165,97 +164,6 @@ class Daemon:
             peer.post(ev.StepsDone(round=int(message["round"])))
         elif message["event"] == "bad_step":
             peer.say("numerics", f"a step was skipped: {message.get('reason', 'not finite')}")
-
-    # --- getting to a state and into a round ------------------------------------------------
-
-    async def _sync(self, reason: str) -> None:
-        async with self._one_sync:
-            if self.peer.round.phase is Phase.SYNCING:
-                await self._sync_once(reason)
-
-    async def _sync_once(self, reason: str) -> None:
-        peer = self.peer
-        if peer.paused:
-            peer.state = PeerState.PAUSED
-            peer.changed.set()
-            with contextlib.suppress(WorkerLost):
-                await peer.worker.call("halt")
-            return
-        peer.state = PeerState.SYNCING
-        peer.changed.set()
-        peer.journal.write("syncing", reason=reason)
-        try:
-            if reason != "starting":
-                await peer.worker.call("halt")
-            await self._meet()
-            round_number = await Sync(peer, self.rng).run(fresh=self._initialise)
-            if peer.progress.val_loss is None:
-                first = await peer.worker.call("evaluate")
-                peer.progress.val_loss = first.get("val_loss")
-                peer.journal.write(
-                    "evaluated",
-                    round=round_number - 1,
-                    tokens=peer.progress.tokens,
-                    global_tokens=peer.progress.global_tokens,
-                    val_loss=peer.progress.val_loss,
-                )
-            await self._take_seat(round_number)
-        except WorkerLost as error:
-            peer.journal.write("sync_failed", reason=str(error))
-            return  # the supervisor restarts the trainer and syncs again
-        except SpesdError as error:
-            peer.say("state", str(error))
-            peer.journal.write("sync_failed", reason=str(error))
-            await asyncio.sleep(RESTART_S[0])
-            self._spawn(self._services, self._sync(str(error)))
-            return
-        if not peer.paused:
-            peer.post(ev.Synced(round=round_number))
-
-    async def _meet(self) -> None:
-        """Hear who is there before deciding anything: one or two heartbeats."""
-        for _ in range(2):
-            await self.membership.beat()
-            if self.peer.roster.alive(time.monotonic()):
-                return
-            await asyncio.sleep(WAIT_TICK_S)
-
-    async def _initialise(self) -> None:
-        peer = self.peer
-        await peer.worker.call("initialise")
-        peer.round.versions = dict.fromkeys(all_parts(peer.experts), (0, 0))
-        await self._effects.checkpoint(0)
-
-    async def _take_seat(self, round_number: int) -> None:
-        """Claim experts; before the very first round, wait until everybody needed is there."""
-        peer = self.peer
-        peer.round.round = round_number
-        first = round_number == 1
-        peer.adopt_placement(peer.placement(settled=not first))
-        peer.state = PeerState.PAUSED if peer.paused else PeerState.TRAINING
-        peer.changed.set()
-        while first and not self._may_begin():
-            await asyncio.sleep(WAIT_TICK_S)
-            peer.adopt_placement(peer.placement(settled=False))
-        peer.say("begin", "")
-        await peer.worker.call("own", experts=peer.owns)
-
-    def _may_begin(self) -> bool:
-        peer = self.peer
-        alive = peer.roster.alive(time.monotonic())
-        if any(r.round > 1 or r.step_in_round > 0 for r in alive):
-            return True
-        ready = 1 + sum(r.state is PeerState.TRAINING for r in alive)
-        held = leases([*alive, peer.record()], peer.experts)
-        covered = coverage(held, peer.experts)
-        if ready >= peer.run.swarm.min_peers and covered == 1.0:
-            return True
-        peer.say(
-            "begin",
-            f"waiting to begin: {ready} of {peer.run.swarm.min_peers} peers are ready, "
-            f"{covered:.0%} of the experts have an owner",
-        )
-        return False
 
     # --- the trainer ------------------------------------------------------------------------
 
@@ -320,7 +228,7 @@ class Daemon:
                 await peer.worker.stop(0.0)
                 continue
             peer.say("trainer", "")
-            self._spawn(self._services, self._sync("starting"))
+            self._entry.again("starting")
 
     async def _remember_addresses(self) -> None:
         peer = self.peer
@@ -333,6 +241,14 @@ class Daemon:
                     self.home.remember(addresses=merged)
             if not peer.roster.alive(time.monotonic()) and merged:
                 await peer.net.connect(merged)
+
+    async def _watch_network(self) -> None:
+        """End the daemon if its p2pd is gone: whoever runs us starts us again, whole."""
+        missed = 0
+        while missed < NET_MISSES:
+            await asyncio.sleep(NET_CHECK_S)
+            missed = 0 if await self.peer.net.alive() else missed + 1
+        raise Unavailable("the network daemon (p2pd) ended; start spesd again, the state is safe.")
 
     # --- what the user wants ----------------------------------------------------------------
 
@@ -377,7 +293,7 @@ class Daemon:
         if wish == "resume":
             if peer.paused:
                 peer.paused = False
-                self._spawn(self._services, self._sync("resumed by the user"))
+                self._entry.again("resumed by the user")
             return {"done": "resumed"}
         return {"error": f"the daemon knows no request {wish!r}."}
 

@@ -3,7 +3,7 @@
 import errno
 import ipaddress
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from hivemind.utils.multiaddr import Multiaddr
 
@@ -79,3 +79,18 @@ def _link_local(address: str) -> bool:
         and words[1] in ("ip4", "ip6")
         and ipaddress.ip_address(words[2]).is_link_local
     )
+
+
+def without_ip6(listen: Sequence[str]) -> tuple[str, ...]:
+    """Return the addresses but for IPv6 ones, for a host that has none."""
+    return tuple(a for a in listen if not a.startswith("/ip6/")) or tuple(listen)
+
+
+def start_failure(text: str, listen: Sequence[str]) -> Unavailable:
+    """Turn what p2pd said when it did not start into a sentence."""
+    ports = ", ".join(str(port_of(a)) for a in listen)
+    if "in use" in text or "failed to listen" in text:
+        return Unavailable(
+            f"the port {ports} is in use; choose another one with --listen, or end what uses it."
+        )
+    return Unavailable(f"the network daemon did not start: {text[:200]}.")

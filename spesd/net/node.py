@@ -21,7 +21,15 @@ from hivemind.utils.multiaddr import Multiaddr
 import spesd.net.quiet  # noqa: F401 - before hivemind
 from spesd.config import RunConfig
 from spesd.errors import ProtocolViolation, Unavailable, UsageError
-from spesd.net.addresses import best_first, check_port, checked, kind_of, port_of
+from spesd.net.addresses import (
+    best_first,
+    check_port,
+    checked,
+    kind_of,
+    port_of,
+    start_failure,
+    without_ip6,
+)
 from spesd.net.codec import MAX_ENVELOPES, Record, RunRecord, open_envelope, seal
 from spesd.net.dht import Dht, SpesdValidator
 from spesd.net.fetch import Download
@@ -122,7 +130,7 @@ class Net:
                 path = folder / "identity.key"
                 self._identity.save(path)
             for attempt in (0, 1):
-                listen = _without_ip6(config.listen) if attempt else config.listen
+                listen = without_ip6(config.listen) if attempt else config.listen
                 try:
                     self._p2p = await P2P.create(
                         identity_path=str(path),
@@ -136,10 +144,10 @@ class Net:
                     )
                     break
                 except P2PDaemonError as error:
-                    again = attempt == 0 and _without_ip6(config.listen) != config.listen
+                    again = attempt == 0 and without_ip6(config.listen) != config.listen
                     if again and "in use" not in str(error):
                         continue  # a host without IPv6
-                    raise _start_failure(error, config.listen) from None
+                    raise start_failure(str(error), config.listen) from None
         await self._servicer.add_p2p_handlers(self._p2p)
 
     async def _reach(self, bootstrap: Sequence[str]) -> list[str]:
@@ -385,17 +393,3 @@ class _Guarded:
         """Close the stream; it may be gone already."""
         with contextlib.suppress(*_LOST, RuntimeError):
             await self._stream.aclose()
-
-
-def _without_ip6(listen: Sequence[str]) -> tuple[str, ...]:
-    return tuple(a for a in listen if not a.startswith("/ip6/")) or tuple(listen)
-
-
-def _start_failure(error: P2PDaemonError, listen: Sequence[str]) -> Unavailable:
-    text = str(error)
-    ports = ", ".join(str(port_of(a)) for a in listen)
-    if "in use" in text or "failed to listen" in text:
-        return Unavailable(
-            f"the port {ports} is in use; choose another one with --listen, or end what uses it."
-        )
-    return Unavailable(f"the network daemon did not start: {text[:200]}.")

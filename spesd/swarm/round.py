@@ -185,6 +185,9 @@ class Round:
 
     def _roster_while_exchanging(self, event: ev.RosterSeen, now: float) -> Commands:
         self._participants = event.participants
+        missing = self._participants - self.offers.keys()
+        if missing:  # its push may have been lost: ask again each heartbeat, until the deadline
+            return [ev.AskOffers(round=self.round, peers=missing)]
         return self._merge_if_complete(now)
 
     def _part_arrived(self, event: ev.PartArrived, now: float) -> Commands:
