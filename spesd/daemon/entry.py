@@ -12,7 +12,7 @@ from collections.abc import Callable
 from spesd.daemon.effects import Effects
 from spesd.daemon.membership import Membership
 from spesd.daemon.peer import Peer
-from spesd.daemon.sync import Sync
+from spesd.daemon.sync import Sync, own_first
 from spesd.daemon.worker import WorkerLost
 from spesd.errors import SpesdError
 from spesd.ids import all_parts
@@ -89,6 +89,7 @@ class Entry:
 
     async def _initialise(self) -> None:
         peer = self.peer
+        await own_first(peer)
         await peer.worker.call("initialise")
         peer.round.versions = dict.fromkeys(all_parts(peer.experts), (0, 0))
         await self.effects.checkpoint(0)

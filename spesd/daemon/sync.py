@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable
 from spesd.checkpoint.manifest import Checkpoint
 from spesd.daemon.peer import Peer
 from spesd.errors import ProtocolViolation, SpesdError, Unavailable
-from spesd.swarm.records import PeerRecord, PeerState, StateManifest
+from spesd.ids import expert_part
+from spesd.swarm.records import Claim, PeerRecord, PeerState, StateManifest
 
 ASK_AGAIN_S = (0.5, 8.0)  # back-off between two rounds of asking, from and up to
 PARALLEL_FETCHES = 3
@@ -82,6 +83,13 @@ class Sync:
         peer.progress.steps = int(reply.get("steps", own.steps))
         peer.progress.tokens = int(reply.get("tokens", own.tokens))
         peer.checkpoint = own
+        if not peer.claims:
+            # what we owned is what we have moments for
+            terms = {p.part: p.term for p in own.parts}
+            peer.claims = tuple(
+                Claim(expert=e, term=max(terms.get(expert_part(e), 1), 1), since=peer.net.now())
+                for e in own.owned
+            )
         self._loaded(own.to_state())
         peer.journal.write("resumed", round=own.round, reason="own checkpoint is the newest")
         return own.round + 1
@@ -107,6 +115,7 @@ class Sync:
             if own is not None and peer.checkpoint is None:
                 # moments, data position and counters are ours alone, and still good
                 await peer.worker.call("load_checkpoint", path=str(peer.store.path_of(own)))
+            await own_first(peer)
             await peer.worker.call(
                 "load_state",
                 round=manifest.round,
@@ -142,6 +151,12 @@ class Sync:
         peer.progress.global_tokens = max(manifest.global_tokens, peer.progress.global_tokens)
         peer.progress.contributors = max(manifest.contributors, 1)
         peer.round.versions = {p.part: (p.round, p.term) for p in manifest.parts}
+
+
+async def own_first(peer: Peer) -> None:
+    """Tell the trainer what it will own before it loads: frozen experts are held less precisely."""
+    peer.adopt_placement(peer.placement(settled=False))
+    await peer.worker.call("own", experts=peer.owns)
 
 
 async def find_run(net: object, wanted: str | None) -> str:

@@ -118,6 +118,7 @@ class HeldOut:
     ) -> None:
         self.config, self.tokenizer, self.seed, self._sources = config, tokenizer, seed, sources
         self._first: str | None = None
+        self._made: dict[int, list[Batch]] = {}  # a hub source is not read again each evaluation
         if not any(self._chosen(t) for t in self._some()):
             self._first = next(self._some(), None)
             if self._first is None:
@@ -140,6 +141,11 @@ class HeldOut:
 
     def batches(self, count: int) -> list[Batch]:
         """Return at least one batch and at most `count`; a short set is repeated to fill one."""
+        if count not in self._made:
+            self._made[count] = self._make(count)
+        return self._made[count]
+
+    def _make(self, count: int) -> list[Batch]:
         rows, length = self.config.batch_size, self.config.seq_len
         tokens: list[int] = []
         for text in self._some():

@@ -60,7 +60,7 @@ class Roster:
         return True
 
     def failed(self, peer_id: str, now: float) -> None:
-        """A contact with this peer failed: it is suspect until it is heard again."""
+        """A contact with this peer failed: it is suspect in half the time unless it is heard."""
         entry = self._entries.get(peer_id)
         if entry is not None:
             entry.failed_at = now
@@ -90,8 +90,9 @@ class Roster:
             return Life.GONE
         if age >= self.times.suspect_s:
             return Life.SUSPECT
+        # one lost message is no death: it only halves our patience
         failed_since = entry.failed_at is not None and entry.failed_at > entry.heard_at
-        return Life.SUSPECT if failed_since else Life.ALIVE
+        return Life.SUSPECT if failed_since and age >= self.times.suspect_s / 2 else Life.ALIVE
 
     def record(self, peer_id: str) -> PeerRecord | None:
         """Return the newest record of this peer, however old."""

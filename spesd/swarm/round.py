@@ -66,6 +66,8 @@ class Round:
         self.story: deque[str] = deque(maxlen=STORY_LENGTH)
         self.closed_by = ""
         self._early: dict[str, Offer] = {}
+        # outlives a round: with nobody in it, a fast peer would close the next one as if alone
+        self._participants: frozenset[str] = frozenset()
         self._close_wait = AdaptiveDeadline(rules.deadline_s)
         self._exchange_wait = AdaptiveDeadline(rules.deadline_s)
         self._clear()
@@ -75,7 +77,6 @@ class Round:
         self.exchange_began: float | None = None
         self.offers: dict[str, Offer] = {}
         self.own_offer: Offer | None = None
-        self._participants: frozenset[str] = frozenset()
         self._peers_done: frozenset[str] = frozenset()
         self._wants: dict[Want, str] = {}  # want -> "" pending, "here", or why it failed
 
@@ -290,7 +291,7 @@ Row = Mapping[tuple[Phase, type[ev.Event]], str]
 TABLE: Row = {
     (Phase.SYNCING, ev.Synced): "_start",
     (Phase.SYNCING, ev.OfferSeen): "_ignore",
-    (Phase.SYNCING, ev.RosterSeen): "_ignore",
+    (Phase.SYNCING, ev.RosterSeen): "_note_roster",
     (Phase.SYNCING, ev.StepsDone): "_ignore",
     (Phase.SYNCING, ev.SnapshotTaken): "_ignore",
     (Phase.SYNCING, ev.PartArrived): "_ignore",
@@ -323,7 +324,7 @@ TABLE: Row = {
     (Phase.MERGING, ev.OfferSeen): "_ignore",
     (Phase.MERGING, ev.PartArrived): "_ignore",
     (Phase.MERGING, ev.FetchFailed): "_ignore",
-    (Phase.MERGING, ev.RosterSeen): "_ignore",
+    (Phase.MERGING, ev.RosterSeen): "_note_roster",
     (Phase.MERGING, ev.DeadlinePassed): "_ignore",
     (Phase.MERGING, ev.Interrupted): "_interrupted",
     (Phase.MERGING, ev.LeaveAsked): "_leave",

@@ -90,9 +90,10 @@ class Trainer:
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Go on exactly where a checkpoint of ours was made."""
-        self._load({p.part: (self.bundle(p.digest), p.digest) for p in checkpoint.parts})
+        # owned first: experts that are still frozen would be loaded in the precision of the frozen
         if set(checkpoint.owned) != self.model.owned:
             self.set_owned(checkpoint.owned)
+        self._load({p.part: (self.bundle(p.digest), p.digest) for p in checkpoint.parts})
         moments = {m.part: m.digest for m in checkpoint.moments}
         for part in self.optimizer.trained_parts:
             if part in moments:

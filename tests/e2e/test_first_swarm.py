@@ -6,7 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from helpers.plain import plain_loop
 from helpers.swarm import PeerProcess, run_toml, spesd, wait_for
+
+from spesd.checkpoint.load import LoadedModel, load_model
 
 pytestmark = pytest.mark.e2e
 
@@ -92,3 +96,72 @@ def test_a_lone_peer_restarted_goes_on_from_its_checkpoint(peers: Start, tmp_pat
     assert numbers == sorted(numbers)
     assert numbers.count(rounds) <= 2
     assert any(e["event"] == "resumed" for e in again.journal())
+
+
+def weights(loaded: LoadedModel) -> dict[str, torch.Tensor]:
+    return {n: p.detach() for n, p in loaded.model.named_parameters()}
+
+
+def test_a_daemon_alone_trains_as_a_plain_loop_does_bit_for_bit(
+    peers: Start, tmp_path: Path
+) -> None:
+    peer = peers("alone", "start", run_toml(tmp_path))
+    peer.address()
+    wait_for("three rounds", lambda: len(peer.merged()) >= 3)
+    assert peer.end() == 0
+    loaded = load_model(peer.home)
+    assert loaded.checkpoint.steps >= 24
+    torch.set_num_threads(1)
+    expected = plain_loop(loaded.run, loaded.checkpoint.peer_id, loaded.checkpoint.steps)
+    for name, value in weights(loaded).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_four_daemons_hold_one_model_after_each_merge(peers: Start, tmp_path: Path) -> None:
+    """Each owns two of four experts, so every expert has co-owners and foreigners."""
+    run_toml(tmp_path, min_peers=4, own=2, quorum=1.0)
+    exact = 'frozen = "fp32"\n'
+    first = peers("p0", "start", tmp_path / "run.toml", peer_toml=exact)
+    address = first.address()
+    everybody = [first]
+    for n in (1, 2, 3):
+        everybody.append(peers(f"p{n}", "join", "--bootstrap", address, peer_toml=exact))
+    wait_for("four rounds", lambda: all(len(p.merged()) >= 4 for p in everybody), 120)
+    for peer in everybody:
+        assert [m["offers"] for m in peer.merged()[:4]] == [4] * 4
+        assert all(m["missed"] == [] for m in peer.merged()[:4])
+        assert len(peer.merged()[0]["owns"]) == 2
+    for peer in everybody:
+        peer.end(signal.SIGKILL)  # no save on leaving: what is on disk is what a merge made
+    names = [{f.name for f in p.home.glob("runs/*/checkpoints/*.json")} for p in everybody]
+    common = sorted(set.intersection(*names))
+    assert common, names
+    models = [
+        weights(load_model(next(p.home.glob(f"runs/*/checkpoints/{common[-1]}"))))
+        for p in everybody
+    ]
+    for other in models[1:]:
+        for name, value in models[0].items():
+            assert torch.allclose(value, other[name], rtol=1e-5, atol=1e-6), name
+
+
+def test_the_files_of_a_run_are_of_use(peers: Start, tmp_path: Path) -> None:
+    peer = peers("alone", "start", run_toml(tmp_path))
+    peer.address()
+    wait_for("a round", peer.merged)
+    assert peer.end() == 0
+    sample = spesd("generate", peer.home, "--prompt", "KING. ", "--tokens", "20", "--seed", "3")
+    assert sample.returncode == 0 and sample.stdout.startswith("KING. ")
+    again = spesd("generate", peer.home, "--prompt", "KING. ", "--tokens", "20", "--seed", "3")
+    assert again.stdout == sample.stdout
+    out = tmp_path / "hf"
+    assert spesd("export", peer.home, out).returncode == 0
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(out)
+    loaded = load_model(peer.home)
+    ids = torch.arange(64).reshape(2, 32)
+    with torch.no_grad():
+        assert torch.allclose(model(ids).logits, loaded.model(ids).logits_BTV, atol=1e-5)
+    refused = spesd("export", peer.home, out)
+    assert refused.returncode == 2 and "not an empty folder" in refused.stderr

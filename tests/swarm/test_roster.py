@@ -43,13 +43,14 @@ def test_our_own_record_is_not_another_peer() -> None:
     assert r.present(0.0) == []
 
 
-def test_a_failed_contact_makes_suspect_until_it_is_heard_again() -> None:
+def test_a_failed_contact_halves_the_patience_until_it_is_heard_again() -> None:
     r = roster()
     r.see(record(seq=1), 100.0)
     r.failed("b", 101.0)
-    assert r.life("b", 101.0) is Life.SUSPECT
-    r.see(record(seq=2), 102.0)
-    assert r.life("b", 102.0) is Life.ALIVE
+    assert r.life("b", 103.9) is Life.ALIVE
+    assert r.life("b", 104.0) is Life.SUSPECT
+    r.see(record(seq=2), 104.5)
+    assert r.life("b", 110.0) is Life.ALIVE
 
 
 def test_our_own_sleep_is_not_the_others_silence() -> None:

@@ -1,20 +1,18 @@
 """The trainer: plain training when alone, the paper's aggregation together, exact resume."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.plain import plain_loop
 from helpers.tiny import make_trainer, tiny_config
 from safetensors.torch import load_file
 
-from spesd.config import RunConfig
-from spesd.data.stream import TextStream
-from spesd.data.tokenizer import ByteTokenizer
 from spesd.errors import DamagedState, ProtocolViolation
-from spesd.model.transformer import MoETransformer
 from spesd.swarm.plan import merges, trained_parts, wants
 from spesd.swarm.records import Offer, PartOffer
-from spesd.train.trainer import Trainer
+from spesd.train.trainer import Trainer, TrainerSetup
 
 ALL = (0, 1, 2, 3)
 
@@ -26,41 +24,6 @@ def one_thread() -> None:
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {n: p.detach().float().clone() for n, p in trainer.model.named_parameters()}
-
-
-def plain_loop(config: RunConfig, peer: str, steps: int) -> dict[str, torch.Tensor]:
-    """Training as anybody would write it, without a line of the trainer's."""
-    model = MoETransformer(config.model)
-    model.init_weights(config.seed)
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    gains = [p for p in model.parameters() if p.ndim < 2]
-    o, s = config.optimizer, config.schedule
-    adam = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": o.weight_decay},
-         {"params": gains, "weight_decay": 0.0}],
-        lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, fused=True,
-    )  # fmt: skip
-    stream = TextStream(config.data, ByteTokenizer(), seed=config.seed, peer_id=peer)
-    seen = 0
-    for _ in range(steps):
-        inputs, targets = stream.next_batch()
-        loss = model.loss(torch.from_numpy(inputs), torch.from_numpy(targets), config.loss)
-        loss.total.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), o.grad_clip)
-        seen += inputs.size
-        warm = min(seen / s.warmup_tokens, 1.0)
-        past = max(seen - s.warmup_tokens, 0) / (s.total_tokens - s.warmup_tokens)
-        cosine = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * min(past, 1.0), dtype=torch.float64)))
-        lr = o.lr * (
-            warm
-            if seen < s.warmup_tokens
-            else s.final_fraction + (1 - s.final_fraction) * float(cosine)
-        )
-        for group in adam.param_groups:
-            group["lr"] = lr
-        adam.step()
-        adam.zero_grad(set_to_none=True)
-    return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
 def test_a_swarm_of_one_is_plain_training_bit_for_bit(tmp_path: Path) -> None:
@@ -241,3 +204,19 @@ def test_frozen_experts_do_not_train(tmp_path: Path) -> None:
     moved = {n for n in after if not torch.equal(after[n], before[n])}
     assert not any(f"experts.{e}." in n for n in moved for e in (1, 2, 3))
     assert any("experts.0." in n for n in moved) and "embed.weight" in moved
+
+
+def test_what_is_owned_keeps_its_precision_through_a_restart(tmp_path: Path) -> None:
+    """A restarted trainer owns nothing yet, and frozen experts are held in bf16."""
+    setup = TrainerSetup(
+        config=tiny_config(), peer_id="a", store=tmp_path, owned=(1,), frozen="bf16"
+    )
+    first = Trainer(setup)
+    first.initialise()
+    first.step()
+    path = first.checkpoint(1, 0, 1, {})
+    again = Trainer(dataclasses.replace(setup, owned=()))
+    again.load_checkpoint(again.store.read(path))
+    assert again.model.owned == {1}
+    for name, value in weights(first).items():
+        assert torch.equal(value, weights(again)[name]), name
