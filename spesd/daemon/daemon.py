@@ -96,6 +96,7 @@ class Daemon:
         startup.check_data(run, self.config)
         capacity = startup.pick_capacity(run, self.config)
         folder = startup.keep_run(self.home, run)
+        startup.check_disk(run, self.config, capacity, folder)
         path = await startup.have_tokenizer(run, self.config, folder, net, self.service)
         self._tokenizer = str(path) if path else ""
         self._peer = Peer(

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from spesd.daemon.sync import find_run
 from spesd.data.sources import check_sources
 from spesd.data.tokenizer import load_tokenizer
 from spesd.errors import SpesdError, Unavailable, UsageError
-from spesd.memory import largest_k
+from spesd.memory import count_parameters, largest_k
 from spesd.net.node import Net, NetConfig
 from spesd.peerconfig import PeerConfig, parse_bytes
 
@@ -209,6 +210,23 @@ def pick_capacity(run: RunConfig, config: PeerConfig) -> int:
             "more with --vram, or choose a smaller run."
         )
     return min(wanted or fits, fits if not config.own else wanted)
+
+
+def check_disk(run: RunConfig, config: PeerConfig, capacity: int, folder: Path) -> None:
+    """Refuse to start where the run's files will not fit: before anything is downloaded."""
+    count = count_parameters(run.model)
+    trained = count.shared + capacity * count.expert
+    frozen = (count.total - trained) * (2 if config.frozen == "bf16" else 4)
+    checkpoint = frozen + 12 * trained  # fp32 and two moments of what we train
+    wire = count.total * (2 if run.round.wire == "bf16" else 4)
+    need = 3 * checkpoint + 2 * wire  # two kept and one being written; offers of two rounds
+    held = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    free = shutil.disk_usage(folder).free
+    if free + held < need:
+        raise Unavailable(
+            f"no space is left for this run: it needs about {need / 1e6:.0f} MB in {folder}, and "
+            f"{free / 1e6:.0f} MB are free; free some, or choose another --home."
+        )
 
 
 def check_own(run: RunConfig, own: int) -> None:

@@ -16,11 +16,15 @@ _END_WORDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>",
 class Tokenizer(Protocol):
     """What the data stream needs of a tokenizer."""
 
-    vocab_size: int
+    vocab_size: int  # one more than the largest id
     eos_id: int  # ends a document
+    digest: str  # two tokenizers of one digest give the same ids
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without an end."""
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of several texts."""
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids; what is no text becomes a replacement character."""
@@ -31,10 +35,15 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_id = 256
+    digest = "bytes"
 
     def encode(self, text: str) -> list[int]:
         """Return the bytes of a text."""
         return list(text.encode("utf-8", "replace"))
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Return the bytes of several texts."""
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: list[int]) -> str:
         """Return the text; half a character becomes a replacement character."""
@@ -54,9 +63,14 @@ class FileTokenizer:
                 raise Unavailable(
                     f"there is no tokenizer file {path}; give its path in run.toml or peer.toml."
                 ) from None
-            first = str(error).splitlines()[0][:120]
+            first = (str(error).splitlines() or [type(error).__name__])[0][:120]
             raise ConfigError(f"{path} is not a tokenizer.json ({first}).") from None
-        self.vocab_size = int(self._fast.get_vocab_size(with_added_tokens=True))
+        # many files ask for both, for models of a fixed length: documents would be cut or filled up
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self.digest = tokenizer_digest(path)
+        # ids may have gaps, so their number would not do
+        self.vocab_size = 1 + max(self._fast.get_vocab(with_added_tokens=True).values(), default=-1)
         ends = [self._fast.token_to_id(word) for word in _END_WORDS]
         known = [i for i in ends if i is not None]
         if not known:
@@ -68,11 +82,29 @@ class FileTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens."""
-        return list(self._fast.encode(text, add_special_tokens=False).ids)
+        return list(self._fast.encode(_encodable(text), add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Return the ids of several texts, without special tokens."""
+        clean = [_encodable(text) for text in texts]
+        return [list(e.ids) for e in self._fast.encode_batch(clean, add_special_tokens=False)]
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids."""
         return str(self._fast.decode(ids))
+
+
+def _encodable(text: str) -> str:
+    """Replace half surrogate pairs, which the library refuses."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def tokenizer_digest(path: Path) -> str:
+    """Return the name of a tokenizer file's bytes, by which joiners also fetch it."""
+    try:
+        return file_digest(path)
+    except OSError as error:
+        raise Unavailable(f"{path} cannot be read: {error.strerror}.") from None
 
 
 def load_tokenizer(config: TokenizerConfig, path: Path | None, vocab_size: int) -> Tokenizer:
@@ -87,14 +119,15 @@ def load_tokenizer(config: TokenizerConfig, path: Path | None, vocab_size: int) 
     else:
         given = path or Path(config.path)
         tokenizer = FileTokenizer(given)
-        wanted = config.digest.split(":")[0]
-        if wanted and file_digest(given) != wanted:
+        wanted = config.digest.split(":")[0]  # a size follows
+        if wanted and tokenizer.digest != wanted:
             raise ConfigError(
                 f"{given} is not the run's tokenizer: its bytes differ from tokenizer.digest."
             )
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} tokens but model.vocab_size is "
-            f"{vocab_size}; raise model.vocab_size or choose another tokenizer."
+            f"{vocab_size}; raise model.vocab_size, or choose another by tokenizer.kind and "
+            "tokenizer.path."
         )
     return tokenizer

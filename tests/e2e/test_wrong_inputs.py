@@ -3,6 +3,7 @@
 import os
 import socket
 import stat
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -118,3 +119,25 @@ def test_a_damaged_checkpoint_gives_way_to_the_older_one(
     assert newest.name in events[-1]["reason"]
     wait_for("training", lambda: again.journal()[-1]["event"] == "merged")
     assert again.end() == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(small)],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip("this machine does not let us mount")
+    try:
+        home = small / "home"
+        refused(
+            "start", run_toml(tmp_path), "--home", home, "--listen", LISTEN, code=1,
+            says=["no space is left", "MB"],
+        )  # fmt: skip
+        assert list(home.glob("runs/*/bundles/*")) == []
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
