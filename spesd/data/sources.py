@@ -1,93 +1,110 @@
 """Where documents come from: the shipped corpus, local files, or a dataset by its hub name.
 
-Decides how a source is read and what is wrong with it, in one sentence. Never decides which peer
-reads what (`stream` does).
+Decides how a source is opened, into which parts it falls, and what is wrong with it, in one
+sentence. Never decides which peer reads what (`order` does), and needs no network for a local one.
 """
 
 import gzip
 import json
 import logging
+import tempfile
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from spesd.config import DataConfig, SourceConfig
-from spesd.errors import ConfigError, Unavailable
+from spesd.data.files import jsonl_values, no_field, ranges, text_documents
+from spesd.errors import ConfigError, SpesdError, Unavailable
 
-LONGEST_DOCUMENT = 2**20  # characters; what is longer is cut
-_BUILDERS = {"text": "text", "jsonl": "json", "parquet": "parquet"}
+LONGEST_DOCUMENT = 2**20  # characters; a longer one becomes several documents
+HUB_TIMEOUT_S = 10.0
+_FEW_SHARDS = 64  # a dataset of fewer shards is split further, by row groups
 
 
 class Documents:
-    """The documents of one source, in one order, with an exact place to resume from."""
+    """The documents of one source, in `parts` that can be read in any order.
+
+    `skipped` counts documents without text that reading has passed over, once for every reading.
+    """
 
     def __init__(self, source: SourceConfig, path: str) -> None:
         self.source, self.path = source, path
-        self._builtin: list[str] | None = None
+        self.where = f"the data source {source.name!r} ({path or 'builtin'})"
+        self.skipped = 0
+        self.local_bytes: int | None = None  # size of the local files; None for a hub dataset
         self._dataset: Any = None
-        if source.kind == "builtin":
-            self._builtin = _shipped()
-        else:
-            self._dataset = _open(source, path)
+        self._ranges: Any = None
+        self.parts = 1
+        if source.kind != "hub" and source.kind != "builtin":
+            files = _files(self, path)
+            self.local_bytes = sum(Path(f).stat().st_size for f in files)
+        if source.kind in ("text", "jsonl"):
+            self._ranges = ranges(files)
+            self.parts = len(self._ranges)
+        elif source.kind == "parquet":
+            self._use(_open_streaming(self, "parquet", data_files=files))
+        elif source.kind == "hub":
+            self._use(_open_streaming(self, path))
 
-    @property
-    def local_bytes(self) -> int | None:
-        """The size of the local files; None for a hub dataset."""
-        if self._builtin is not None:
-            return sum(len(t) for t in self._builtin)
-        if self.source.kind == "hub":
-            return None
-        return sum(Path(f).stat().st_size for f in _files(self.source, self.path))
+    def _use(self, dataset: Any) -> None:
+        field, fields = self.source.field, dataset.column_names
+        if fields is not None:
+            if field not in fields:
+                raise no_field(self.where, field, list(fields))
+            dataset = dataset.select_columns([field])
+        try:
+            if dataset.num_shards < _FEW_SHARDS and hasattr(dataset, "reshard"):
+                dataset = dataset.reshard()
+        except Exception as error:  # noqa: BLE001 - the readers raise what they like
+            raise self._unreadable(error) from None
+        self._dataset, self.parts = dataset, max(dataset.num_shards, 1)
 
     def in_order(self) -> Iterator[str]:
         """Yield every document as it lies, the same on every peer."""
-        if self._builtin is not None:
-            yield from self._builtin
-            return
-        yield from self._texts(self._dataset)
+        for part in range(self.parts):
+            yield from self.read(part)
 
-    def shuffled_shards(self, seed: int) -> "ShardOrder":
-        """Return the documents with their files in another order (a streaming source only)."""
-        return ShardOrder(self, self._dataset.shuffle(seed=seed, buffer_size=1))
+    def read(self, part: int) -> Iterator[str]:
+        """Yield the documents of one part (0 to `parts` - 1), none longer than LONGEST_DOCUMENT.
 
-    def _texts(self, dataset: Any) -> Iterator[str]:
-        name = self.source.name
+        Raises Unavailable or ConfigError, naming the source, for whatever is wrong with it.
+        """
         try:
-            for row in dataset:
-                if self.source.field not in row:
-                    raise ConfigError(
-                        f"the data source {name!r} has no field {self.source.field!r}; its fields "
-                        f"are {', '.join(sorted(row))}: set data.sources.field."
-                    )
-                text = row[self.source.field]
-                if isinstance(text, str) and text.strip():
-                    yield text[:LONGEST_DOCUMENT]
-        except ConfigError:
+            for text in self._values(part):
+                if not isinstance(text, str) or not text.strip():
+                    self.skipped += 1
+                    continue
+                if not text.isascii():  # half a surrogate pair is no text: nothing can encode it
+                    text = text.encode("utf-8", "replace").decode("utf-8")
+                for at in range(0, len(text), LONGEST_DOCUMENT):
+                    yield text[at : at + LONGEST_DOCUMENT]
+        except SpesdError:
             raise
         except Exception as error:  # noqa: BLE001 - the readers raise what they like
-            raise Unavailable(
-                f"the data source {name!r} ({self.path}) cannot be read: {_first_line(error)}."
-            ) from None
+            raise self._unreadable(error) from None
 
+    def _values(self, part: int) -> Iterator[Any]:
+        if self.source.kind == "builtin":
+            return iter(_shipped())
+        if self.source.kind == "text":
+            return text_documents(self._ranges[part])
+        if self.source.kind == "jsonl":
+            return jsonl_values(self._ranges[part], self.source.field, self.where, self._skip)
+        return self._rows(part)
 
-class ShardOrder:
-    """A streaming source in one epoch's order."""
+    def _rows(self, part: int) -> Iterator[Any]:
+        field = self.source.field
+        for row in self._dataset.shard(num_shards=self.parts, index=part):
+            if field not in row:
+                raise no_field(self.where, field, list(row))
+            yield row[field]
 
-    def __init__(self, documents: Documents, dataset: Any) -> None:
-        self._documents, self._dataset = documents, dataset
+    def _skip(self) -> None:
+        self.skipped += 1
 
-    def texts(self) -> Iterator[str]:
-        """Yield the documents from where the state is."""
-        return self._documents._texts(self._dataset)
-
-    def state(self) -> dict[str, Any]:
-        """Return the place of the next document."""
-        return dict(self._dataset.state_dict())
-
-    def resume(self, state: dict[str, Any]) -> None:
-        """Go to a place that `state` returned."""
-        self._dataset.load_state_dict(state)
+    def _unreadable(self, error: BaseException) -> Unavailable:
+        return Unavailable(f"{self.where} cannot be read: {_first_line(error)}.")
 
 
 def open_sources(config: DataConfig, paths: Mapping[str, str]) -> list[Documents]:
@@ -102,13 +119,10 @@ def open_sources(config: DataConfig, paths: Mapping[str, str]) -> list[Documents
 
 
 def check_sources(config: DataConfig, paths: Mapping[str, str]) -> None:
-    """Refuse a run whose sources are missing, unreadable or empty."""
+    """Refuse a run whose sources are missing, unreadable or empty, by one document of each."""
     for documents in open_sources(config, paths):
         if next(documents.in_order(), None) is None:
-            raise Unavailable(
-                f"the data source {documents.source.name!r} ({documents.path or 'builtin'}) holds "
-                "no text; give another path."
-            )
+            raise Unavailable(f"{documents.where} holds no text; give another path.")
 
 
 def _shipped() -> list[str]:
@@ -116,43 +130,55 @@ def _shipped() -> list[str]:
     return [json.loads(line)["text"] for line in gzip.decompress(raw).decode().splitlines()]
 
 
-def _files(source: SourceConfig, path: str) -> list[str]:
+def _files(documents: Documents, path: str) -> list[str]:
+    name = documents.source.name
     given = Path(path).expanduser()
-    anchor = Path(given.anchor or ".")
-    pattern = str(given.relative_to(given.anchor) if given.anchor else given)
-    files = sorted(str(f) for f in anchor.glob(pattern) if f.is_file())
+    try:
+        anchor = Path(given.anchor or ".")
+        pattern = str(given.relative_to(given.anchor) if given.anchor else given)
+        files = [given] if given.is_file() else [f for f in anchor.glob(pattern) if f.is_file()]
+        sizes = [f.stat().st_size for f in files]
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"{documents.where} cannot be read: {_first_line(error)}.") from None
     if not files:
         raise Unavailable(
-            f"the data source {source.name!r} finds no file at {path!r}; correct the path in "
-            f'run.toml, or say where this machine has it: data.{source.name} = "PATH" in '
-            "HOME/peer.toml."
+            f"the data source {name!r} finds no file at {path!r}; correct the path in run.toml, or "
+            f'say where this machine has it: data.{name} = "PATH" in HOME/peer.toml.'
         )
-    if not any(Path(f).stat().st_size for f in files):
-        raise Unavailable(f"the data source {source.name!r} is empty: {path}.")
-    return files
+    if not any(sizes):
+        raise Unavailable(f"the data source {name!r} is empty: {path}.")
+    return sorted(str(f) for f, size in zip(files, sizes, strict=True) if size)
 
 
-def _open(source: SourceConfig, path: str) -> Any:
+def _open_streaming(documents: Documents, name: str, **given: Any) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
     logging.getLogger("datasets").setLevel(logging.CRITICAL)
-    extra: dict[str, Any] = {"sample_by": "document"} if source.kind == "text" else {}
+    if not given and not Path(name).expanduser().exists() and not datasets.config.HF_HUB_OFFLINE:
+        _reach_hub(documents)
     try:
-        if source.kind == "hub":
-            return datasets.load_dataset(path, split="train", streaming=True)
-        return datasets.load_dataset(
-            _BUILDERS[source.kind],
-            data_files=_files(source, path),
-            split="train",
-            streaming=True,
-            **extra,
-        )
-    except (ConfigError, Unavailable):
-        raise
+        # streaming leaves nothing but a lock file behind, so its cache may be a passing one
+        with tempfile.TemporaryDirectory(prefix="spesd-") as scratch:
+            return datasets.load_dataset(
+                name, split="train", streaming=True, cache_dir=scratch, **given
+            )
     except Exception as error:  # noqa: BLE001 - the library raises what it likes
         raise Unavailable(
-            f"the data source {source.name!r} ({path}) cannot be opened: {_first_line(error)}."
+            f"{documents.where} cannot be opened: {_first_line(error)}; check its name or path."
+        ) from None
+
+
+def _reach_hub(documents: Documents) -> None:
+    """Ask once whether the hub answers: the library itself would retry for half a minute."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
+    except Exception as error:  # noqa: BLE001 - the HTTP library differs between versions
+        raise Unavailable(
+            f"{documents.where} needs {constants.ENDPOINT}, which does not answer "
+            f"({_first_line(error)}); go online or use local files."
         ) from None
 
 
