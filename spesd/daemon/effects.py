@@ -153,7 +153,9 @@ class Effects:
 
     async def _Fetch(self, command: ev.Fetch) -> None:
         peer, want = self.peer, command.want
-        sources = [want.peer]
+        # whoever else is in the round may have fetched these bytes already, should their maker die
+        others = [p for p in sorted(peer.round.offers) if p != want.peer]
+        sources = [want.peer, *others]
         try:
             async with self._fetches:
                 await peer.net.fetch(want.digest, want.size, sources, peer.bundle_path(want.digest))
