@@ -11,9 +11,12 @@ BIN := $(VENV)/bin
 demo: $(VENV)/.runtime
 	$(BIN)/python examples/demo.py --out demo-out
 
+# Both tiers run, and both closing lines show, even if the first fails.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -m "not e2e"
-	$(BIN)/python -m pytest -q -m e2e
+	@failed=0; \
+	$(BIN)/python -m pytest -q -m "not e2e" || failed=1; \
+	$(BIN)/python -m pytest -q -m e2e || failed=1; \
+	exit $$failed
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

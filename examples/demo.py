@@ -6,6 +6,7 @@ they promise, draws the loss, prints a sample, and stops everything.
 
 import argparse
 import json
+import select
 import shutil
 import signal
 import subprocess
@@ -17,8 +18,9 @@ from typing import Any
 PEERS = 4
 ROUNDS = 12
 LISTEN = "/ip4/127.0.0.1/tcp/0"
-LIMIT_S = 200.0
-POLL_S = 2.0
+STOP_S = 15.0
+START_S = 60.0  # until a daemon says where it is
+POLL_S = 2.5
 
 
 class Failed(Exception):
@@ -53,39 +55,71 @@ class Swarm:
     def address(self, process: subprocess.Popen[str]) -> str:
         """Wait for the line that a volunteer types."""
         assert process.stdout is not None
-        line = process.stdout.readline()
+        ready, _, _ = select.select([process.stdout], [], [], START_S)
+        line = process.stdout.readline() if ready else ""
         if not line.startswith("spesd join --bootstrap "):
             raise Failed(f"a daemon did not start; see {self.out}/*/stderr.txt")
         return line.split()[-1]
 
     def stop(self) -> None:
-        """Have everybody leave, as with Ctrl-C, and see that they do."""
+        """Have everybody leave, as with Ctrl-C, and see that they and their children do."""
+        family = descendants([process.pid for process in self.processes])
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
+        late = []
+        deadline = time.monotonic() + STOP_S
         for process in self.processes:
             try:
-                process.wait(15)
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
+                late.append(process.pid)
                 process.kill()
                 process.wait()
-                raise Failed(f"process {process.pid} did not leave within 15 s") from None
+        while (left := family & living().keys()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if late or left:
+            raise Failed(f"did not end within {STOP_S:.0f} s: {sorted({*late, *left})}")
+
+
+def living() -> dict[int, int]:
+    """Return the parent of every process that has not ended, by pid; nothing without a /proc."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue  # it ended meanwhile
+        if state != "Z":
+            found[int(path.parent.name)] = int(parent)
+    return found
+
+
+def descendants(roots: list[int]) -> set[int]:
+    """Return the pids of all living processes below these."""
+    parents = living()
+    found: set[int] = set()
+    frontier = set(roots)
+    while frontier:
+        frontier = {pid for pid, parent in parents.items() if parent in frontier} - found
+        found |= frontier
+    return found
 
 
 def events(home: Path, *kinds: str) -> list[dict[str, Any]]:
     """Return a peer's journaled events of these kinds."""
     found = []
     for path in home.glob("runs/*/journal.jsonl"):
-        lines = path.read_text().splitlines()
-        found += [e for e in map(json.loads, lines) if e["event"] in kinds]
+        whole = path.read_text().rpartition("\n")[0]  # the last line may be half written
+        found += [e for e in map(json.loads, whole.splitlines()) if e["event"] in kinds]
     return found
 
 
-def progress(homes: list[Path], address: str, began: float) -> int:
+def progress(homes: list[Path], began: float) -> int:
     """Print one line about the swarm; return the round that everybody has merged."""
     last = [(events(h, "merged") or [None])[-1] for h in homes]
     done = [e["round"] if e else 0 for e in last]
-    tree = observe(address)
+    tree = observe("--home", str(homes[0]))
     rate = sum(p["tokens_per_s"] for p in tree["peers"])
     owners = sum(len(e["owners"]) for e in tree["experts"]) / max(len(tree["experts"]), 1)
     losses = [e["loss"] for e in last if e and e["loss"] is not None]
@@ -104,16 +138,19 @@ def mean(values: list[float]) -> str:
     return f"{sum(values) / len(values):.3f}" if values else "  -  "
 
 
-def observe(address: str) -> dict[str, Any]:
-    """Ask the swarm as a mere observer."""
-    raw = run("status", "--bootstrap", address, "--json", check=False)
+def observe(*where: str) -> dict[str, Any]:
+    """Ask a daemon, or the swarm as a mere observer; nobody there is an empty swarm."""
+    raw = run("status", *where, "--json", check=False)
     return dict(json.loads(raw)) if raw.strip() else {"peers": [], "experts": [], "coverage": 0.0}
 
 
 def run(*arguments: str, check: bool = True) -> str:
     """Run a spesd command; return what it prints."""
     command = [sys.executable, "-m", "spesd.cli.main", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except subprocess.TimeoutExpired:
+        raise Failed(f"spesd {arguments[0]} did not answer within 60 s") from None
     if check and done.returncode:
         raise Failed(f"spesd {arguments[0]} failed: {done.stderr.strip()}")
     return done.stdout
@@ -166,16 +203,20 @@ def check(homes: list[Path], tree: dict[str, Any]) -> None:
 def main() -> None:
     """Run the demo; exit 1 with a sentence if it does not keep a promise."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("demo-out"))
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder to fill")
+    parser.add_argument("--minutes-limit", type=float, default=3.5, help="give up after these")
     options = parser.parse_args()
     shutil.rmtree(options.out, ignore_errors=True)
     swarm = Swarm(options.out)
     began = time.monotonic()
     try:
-        play(swarm, began)
+        play(swarm, began, 60 * options.minutes_limit)
     except Failed as failure:
         print(f"demo: {failure}", file=sys.stderr)
         code = 1
+    except KeyboardInterrupt:
+        print("demo: interrupted; everybody leaves", file=sys.stderr)
+        code = 130
     else:
         code = 0
     try:
@@ -183,11 +224,15 @@ def main() -> None:
     except Failed as failure:
         print(f"demo: {failure}", file=sys.stderr)
         code = 1
-    print(f"all processes stopped; {time.monotonic() - began:.0f} s in all")
+    if code == 0:
+        print(
+            f"The demo kept its promises; no process is left; {time.monotonic() - began:.0f} s in "
+            "all."
+        )
     sys.exit(code)
 
 
-def play(swarm: Swarm, began: float) -> None:
+def play(swarm: Swarm, began: float, limit_s: float) -> None:
     """Start everybody, watch, check, show."""
     config = str(Path(__file__).with_name("demo.toml"))
     address = swarm.address(swarm.start("bootstrap", "bootstrap"))
@@ -197,14 +242,14 @@ def play(swarm: Swarm, began: float) -> None:
     homes = [swarm.out / f"peer{n}" for n in range(1, PEERS + 1)]
     for process in (founder, *joiners):
         swarm.address(process)
-    while progress(homes, address, began) < ROUNDS:
-        if time.monotonic() - began > LIMIT_S:
-            raise Failed(f"not {ROUNDS} rounds within {LIMIT_S:.0f} s; see {swarm.out}/*/")
+    while progress(homes, began) < ROUNDS:
+        if time.monotonic() - began > limit_s:
+            raise Failed(f"not {ROUNDS} rounds within {limit_s:.0f} s; see {swarm.out}/*/")
         if any(p.poll() is not None for p in swarm.processes):
             raise Failed(f"a daemon ended by itself; see {swarm.out}/*/stderr.txt")
         time.sleep(POLL_S)
     print("\n" + run("status", "--bootstrap", address))
-    check(homes, observe(address))
+    check(homes, observe("--bootstrap", address))
     swarm.stop()
     draw(homes, swarm.out / "loss.png")
     print(f"\nloss over tokens: {swarm.out / 'loss.png'}")

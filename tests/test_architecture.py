@@ -35,6 +35,9 @@ def imports() -> list[tuple[Path, str]]:
                 found += [(path, alias.name) for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module:
                 found.append((path, node.module))
+                # `from spesd import net` imports a layer as `import spesd.net` does
+                found += [(path, f"{node.module}.{a.name}") for a in node.names
+                          if node.module == "spesd" and (ROOT / a.name).is_dir()]  # fmt: skip
     return found
 
 
@@ -65,6 +68,27 @@ def test_the_rules_are_pure() -> None:
     for path, name in imports():
         if layer_of(path) == "swarm":
             assert name.split(".")[0] not in IMPURE, f"{path} imports {name}"
+
+
+def test_the_rules_read_no_file() -> None:
+    for path in sorted((ROOT / "swarm").glob("*.py")):
+        calls = [n.func for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+        assert not [c for c in calls if isinstance(c, ast.Name) and c.id == "open"], path
+
+
+def test_nothing_is_unpickled_or_evaluated() -> None:
+    modules = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy"}
+    for path, name in imports():
+        assert name.split(".")[0] not in modules, f"{path} imports {name}"
+    calls = {"eval", "exec", "compile", "__import__"}
+    attributes = {("torch", "load"), ("torch", "save"), ("np", "load"), ("numpy", "load")}
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in calls, f"{path}:{node.lineno} calls {node.func.id}"
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                found = (node.value.id, node.attr)
+                assert found not in attributes, f"{path}:{node.lineno} uses {'.'.join(found)}"
 
 
 def test_only_partition_reads_parameter_names() -> None:

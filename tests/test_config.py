@@ -1,17 +1,13 @@
-"""Run and peer configs: one canonical form, and refusals that name the key."""
+"""Run configs: one canonical form, and refusals that name the key."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spesd.config import RunConfig, run_config_from_canonical, run_config_from_toml
+from spesd.config import RunConfig, run_config_from_canonical
 from spesd.configtree import from_tree
-from spesd.errors import ConfigError, UsageError
-from spesd.memory import count_parameters
-from spesd.peerconfig import PeerConfig, parse_bytes, peer_config, profiles
-from spesd.presets import COMMENTS, preset_names, preset_toml
+from spesd.errors import ConfigError
 
 
 def test_the_run_id_is_the_hash_of_the_canonical_form_and_of_every_value() -> None:
@@ -63,54 +59,3 @@ def test_where_the_founder_keeps_the_tokenizer_is_not_the_runs_matter() -> None:
 def test_what_cannot_be_is_refused_by_its_key(tree: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match="(?s)" + says.replace("'", ".")):
         from_tree(RunConfig, tree)
-
-
-@pytest.mark.parametrize("name", preset_names())
-def test_every_preset_is_a_valid_commented_file(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text(preset_toml(name))
-    run = run_config_from_toml(path)
-    assert run.name == f"my-{name}-run"
-    lines = [line for line in preset_toml(name).splitlines() if " = " in line]
-    assert all("#" in line for line in lines)
-
-
-def test_presets_have_the_papers_sizes(tmp_path: Path) -> None:
-    for name, billions in (("1b", 1.17), ("2b", 2.07), ("7b", 7.33), ("9b", 9.43)):
-        path = tmp_path / "run.toml"
-        path.write_text(preset_toml(name))
-        total = count_parameters(run_config_from_toml(path).model).total
-        assert total / 1e9 == pytest.approx(billions, rel=0.005)
-    with pytest.raises(UsageError, match="tiny, small"):
-        preset_toml("huge")
-
-
-def test_every_comment_belongs_to_a_setting() -> None:
-    text = preset_toml("tiny")
-    assert all(comment in text for comment in COMMENTS.values())
-
-
-def test_layers_of_a_peers_config(tmp_path: Path) -> None:
-    (tmp_path / "peer.toml").write_text('vram = "6GB"\n[data]\nbooks = "/data/*.txt"\n')
-    config = peer_config(tmp_path, "12gb", {"own": 3, "listen": ("/ip4/0.0.0.0/tcp/1",)})
-    assert (config.device, config.vram, config.own) == ("cuda:0", "6GB", 3)
-    assert config.data == {"books": "/data/*.txt"}
-    assert config.listen == ("/ip4/0.0.0.0/tcp/1",)
-    assert peer_config(tmp_path / "none", None, {}) == PeerConfig()
-    (tmp_path / "peer.toml").write_text("vrma = 1")
-    with pytest.raises(ConfigError, match=r"peer.toml: unknown key 'vrma'"):
-        peer_config(tmp_path, None, {})
-    with pytest.raises(UsageError, match="cpu"):
-        peer_config(tmp_path, "toaster", {})
-
-
-@pytest.mark.parametrize("text", ["8", "-1GB", "0GB", "8 potatoes", "GB", ""])
-def test_sizes_without_sense_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError):
-        parse_bytes(text)
-
-
-def test_sizes_are_understood() -> None:
-    assert parse_bytes("8GB") == 8 * 10**9
-    assert parse_bytes("1.5 GiB") == 3 * 2**29
-    assert set(profiles()) == {"cpu", "8gb", "12gb", "16gb", "24gb", "48gb"}
