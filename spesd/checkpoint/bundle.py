@@ -6,17 +6,20 @@ order, before a tensor is given to anybody.
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from spesd.digest import bytes_digest
-from spesd.errors import DamagedState, SpesdError, Unavailable
+from spesd.digest import bytes_digest, file_digest
+from spesd.errors import DamagedState, ProtocolViolation, SpesdError, Unavailable
 
+# No weight of a model that learns is near it; below it no average of offers can overflow.
+MAX_MAGNITUDE = 1e6
 SUFFIX = ".safetensors"
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -31,7 +34,7 @@ def write_bundle(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[str, int]
     raw = save({name: t.detach().cpu().contiguous() for name, t in sorted(tensors.items())})
     digest = bytes_digest(raw)
     path = folder / f"{digest}{SUFFIX}"
-    if path.exists() and path.stat().st_size == len(raw):
+    if _is_whole(path, digest):  # its size says too little: a disk can change bytes in place
         return digest, len(raw)
     temp = folder / f".{digest}.{os.getpid()}.tmp"
     try:
@@ -45,6 +48,13 @@ def write_bundle(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[str, int]
         temp.unlink(missing_ok=True)
         raise disk_failure(folder, error) from None
     return digest, len(raw)
+
+
+def _is_whole(path: Path, digest: str) -> bool:
+    try:
+        return file_digest(path) == digest
+    except OSError:
+        return False
 
 
 def disk_failure(folder: Path, error: OSError) -> Unavailable:
@@ -65,16 +75,7 @@ def read_bundle(
     `digest` is checked when given; `error` is raised for whatever is wrong (DamagedState for our
     own files, ProtocolViolation for what a peer made).
     """
-    try:
-        raw = path.read_bytes()
-    except OSError:
-        raise error(f"the bundle {path.name} cannot be read") from None
-    if digest is not None and bytes_digest(raw) != digest:
-        raise error(f"the bytes of the bundle {path.name} are not what its name says")
-    try:
-        tensors = load(raw)
-    except (SafetensorError, ValueError, KeyError):
-        raise error(f"the bundle {path.name} is not in safetensors form") from None
+    tensors = read_tensors(path, digest, error)
     if tensors.keys() != shapes.keys():
         raise error(f"the bundle {path.name} has other tensors than its part")
     for name in sorted(tensors):
@@ -86,3 +87,49 @@ def read_bundle(
         if not bool(torch.isfinite(tensor).all()):
             raise error(f"{name} has values that are not finite")
     return tensors
+
+
+def read_tensors(
+    path: Path, digest: str | None, error: type[SpesdError] = DamagedState
+) -> dict[str, Tensor]:
+    """Read a bundle whose names and shapes the caller checks; raises `error` as read_bundle."""
+    try:
+        raw = path.read_bytes()
+    except OSError:
+        raise error(f"the bundle {path.name} cannot be read") from None
+    if digest is not None and bytes_digest(raw) != digest:
+        raise error(f"the bytes of the bundle {path.name} are not what its name says")
+    try:
+        return load(raw)
+    except (SafetensorError, ValueError, KeyError):
+        raise error(f"the bundle {path.name} is not in safetensors form") from None
+
+
+def too_large(tensors: Mapping[str, Tensor]) -> str | None:
+    """Return None, or a sentence naming the first tensor with a value over MAX_MAGNITUDE."""
+    for name in sorted(tensors):
+        if tensors[name].numel() and float(tensors[name].abs().max()) > MAX_MAGNITUDE:
+            return f"{name} has values over {MAX_MAGNITUDE:g}"
+    return None
+
+
+def read_inputs(
+    part: str, sources: Sequence[Mapping[str, Any]], shapes: Shapes
+) -> tuple[list[tuple[int, dict[str, Tensor]]], list[dict[str, str]]]:
+    """Read what peers made of a part, in the order given; a bad one is left out and named.
+
+    `sources` are {path, digest, tokens, peer}. Returns [(tokens, tensors)] and, of those left out,
+    [{peer, part, reason}].
+    """
+    inputs, rejected = [], []
+    for source in sources:
+        try:
+            tensors = read_bundle(Path(source["path"]), shapes, source["digest"], ProtocolViolation)
+            reason = too_large(tensors)
+            if reason:
+                raise ProtocolViolation(reason)
+        except ProtocolViolation as error:
+            rejected.append({"peer": source["peer"], "part": part, "reason": str(error)})
+            continue
+        inputs.append((int(source["tokens"]), tensors))
+    return inputs, rejected

@@ -38,6 +38,9 @@ class Checkpoint:
     steps: int  # local optimizer steps in this peer's life
     tokens: int
     stream: dict[str, Any]  # the place in the data
+    loss: float | None = None  # training loss, mean over the round
+    val_loss: float | None = None  # of the last evaluation before it
+    created: float = 0.0  # seconds since the epoch, by this machine's clock
 
     @property
     def file_name(self) -> str:

@@ -6,6 +6,7 @@ crash at any byte leaves the checkpoints before it as they were.
 
 import contextlib
 import os
+import time
 from collections.abc import Set
 from pathlib import Path
 
@@ -90,17 +91,16 @@ class Store:
                 needed |= checkpoint.digests()
             else:
                 path.unlink(missing_ok=True)
-        for path in self.bundles.iterdir() if self.bundles.exists() else ():
-            unused = path.suffix == SUFFIX and path.stem not in needed
-            ours = f".{os.getpid()}." in path.name
-            if unused or (path.suffix == ".tmp" and not ours and _is_old(path)):
-                path.unlink(missing_ok=True)
+        for folder in (self.bundles, self.checkpoints):
+            for path in folder.iterdir() if folder.exists() else ():
+                unused = path.suffix == SUFFIX and path.stem not in needed
+                ours = f".{os.getpid()}." in path.name
+                if unused or (path.suffix == ".tmp" and not ours and _is_old(path)):
+                    path.unlink(missing_ok=True)
 
 
 def _is_old(path: Path) -> bool:
     """Tell whether a temporary file was left by a crash: nobody writes one for an hour."""
-    import time
-
     with contextlib.suppress(OSError):
         return time.time() - path.stat().st_mtime > 3600
     return False

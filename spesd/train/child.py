@@ -5,24 +5,30 @@ Ends with its parent, whatever ends that. Run as `python -m spesd.train.child`.
 """
 
 import ctypes
-import json
-import math
 import os
 import queue
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TextIO
+
+from spesd.errors import SpesdError, UsageError
+from spesd.train.protocol import (
+    Message,
+    check_command,
+    failure,
+    parse_command,
+    parse_setup,
+    to_line,
+)
 
 REPORT_S = 1.0
 BACKLOG = 64
-CRASHED = 3  # exit code after running out of memory
+CRASHED = 3  # exit code after running out of memory, or a fault of the device
 _PR_SET_PDEATHSIG = 1
-
-Message = dict[str, Any]
 
 
 class Child:
@@ -30,7 +36,7 @@ class Child:
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._commands: queue.Queue[Message | None] = queue.Queue(maxsize=BACKLOG)
+        self._commands: queue.Queue[str | None] = queue.Queue(maxsize=BACKLOG)
         self._trainer: Any = None
         self._training = False
         self._target = 0
@@ -44,66 +50,56 @@ class Child:
         threading.Thread(target=self._read, args=(lines,), daemon=True).start()
         while True:
             try:
-                message = self._commands.get(block=not self._training)
+                line = self._commands.get(block=not self._training)
             except queue.Empty:
                 self._step()
                 continue
-            if message is None or message.get("do") == "stop":
+            if line is None or self._obey(line) == "stop":
                 return 0
-            self._obey(message)
 
     def _read(self, lines: TextIO) -> None:
-        for line in lines:
-            self._commands.put(json.loads(line))
-        self._commands.put(None)
+        try:
+            for line in lines:
+                self._commands.put(line)
+        finally:
+            self._commands.put(None)  # the main thread must see the end, whatever ended it
 
     def _say(self, message: Message) -> None:
-        self._out.write(json.dumps(_finite(message)) + "\n")
+        self._out.write(to_line(message))
         self._out.flush()
 
-    def _obey(self, message: Message) -> None:
-        from spesd.errors import DamagedState, SpesdError, UsageError
-
-        number = message["id"]
+    def _obey(self, line: str) -> str:
+        """Carry a line out and reply; return the command's name."""
+        number = None
         try:
+            message = parse_command(line)
+            number = message["id"]
+            check_command(message, is_set_up=self._trainer is not None)
             action: Callable[[Message], Message] = getattr(self, f"_do_{message['do']}")
             reply = action(message)
         except SpesdError as error:
-            kind = "usage" if isinstance(error, UsageError) else "unavailable"
-            kind = "damaged" if isinstance(error, DamagedState) else kind
-            self._say({"id": number, "ok": False, "kind": kind, "error": str(error)})
+            self._say(failure(number, error))
+            return ""
         except (MemoryError, RuntimeError) as error:
             self._say({"id": number, "ok": False, "kind": "crash", "error": str(error)[:500]})
             raise
-        else:
-            self._say({"id": number, "ok": True, **reply})
+        self._say({"id": number, "ok": True, **reply})
+        return str(message["do"])
 
     # --- commands ---------------------------------------------------------------------------
 
     def _do_setup(self, message: Message) -> Message:
-        import torch
+        import torch  # seconds of import: a mistake before it is told at once
 
-        from spesd.config import RunConfig
-        from spesd.configtree import from_tree
-        from spesd.train.trainer import Trainer, TrainerSetup
+        from spesd.train.trainer import Trainer
 
         given = message["setup"]
+        setup = parse_setup(given)
         if given.get("threads"):
             torch.set_num_threads(int(given["threads"]))
         if given.get("nice"):
             os.nice(int(given["nice"]))
-        self._trainer = Trainer(
-            TrainerSetup(
-                config=from_tree(RunConfig, json.loads(given["config"])),
-                peer_id=given["peer_id"],
-                store=Path(given["store"]),
-                device=given["device"],
-                owned=tuple(given["owned"]),
-                data=given["data"],
-                tokenizer=Path(given["tokenizer"]) if given.get("tokenizer") else None,
-                frozen=given["frozen"],
-            )
-        )
+        self._trainer = Trainer(setup)
         return {
             "parameters": self._trainer.model.num_parameters(),
             "tokens_per_step": self._trainer.config.data.tokens_per_step,
@@ -127,6 +123,8 @@ class Child:
         return {}
 
     def _do_train(self, message: Message) -> Message:
+        if not self._trainer.ready:
+            raise UsageError("there is no whole state to train on; initialise or load one first.")
         self._trainer.begin_round(
             message["round"], message["global_tokens"], message["contributors"]
         )
@@ -137,6 +135,9 @@ class Child:
 
     def _do_halt(self, message: Message) -> Message:
         self._training = False
+        return {}
+
+    def _do_stop(self, message: Message) -> Message:
         return {}
 
     def _do_snapshot(self, message: Message) -> Message:
@@ -207,17 +208,6 @@ class Child:
         )
 
 
-def _finite(value: Any) -> Any:
-    """Replace what JSON has no word for."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_finite(v) for v in value]
-    return value
-
-
 def _end_with_parent() -> None:
     """Have the kernel kill us when our parent dies; elsewhere the end of the input does it."""
     parent = os.getppid()
@@ -235,7 +225,8 @@ def main() -> None:
     os.dup2(2, 1)
     try:
         code = Child(out).run(sys.stdin)
-    except MemoryError:
+    except (MemoryError, RuntimeError):  # torch's out-of-memory and CUDA faults are RuntimeErrors
+        traceback.print_exc()
         code = CRASHED
     out.flush()
     os._exit(code)  # a reader thread may still wait for input

@@ -5,78 +5,55 @@ anybody: `child` gives it commands, weights come and go as files.
 """
 
 import math
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from spesd.checkpoint.bundle import SUFFIX, read_bundle, write_bundle
+from spesd.checkpoint import bundle as files
 from spesd.checkpoint.manifest import Checkpoint, Moments
 from spesd.checkpoint.store import Store
-from spesd.config import RunConfig
 from spesd.data.stream import TextStream
 from spesd.data.tokenizer import load_tokenizer
-from spesd.errors import ProtocolViolation, Unavailable
+from spesd.errors import DamagedState, ProtocolViolation, Unavailable
 from spesd.ids import SHARED, all_parts, expert_part, part_expert
+from spesd.model.loss import LossOutput
 from spesd.model.partition import expert_layers, load_part, part_shapes, parts
 from spesd.model.transformer import MoETransformer
 from spesd.swarm.records import StatePart
 from spesd.train.merge import aggregate, check_finite, merge_experts, to_wire, weights
 from spesd.train.optimizer import PeerOptimizer
+from spesd.train.protocol import StepResult, TrainerSetup
 from spesd.train.schedule import learning_rate, merging_alpha
 
+Versions = Mapping[str, Sequence[int]]  # (round, term) by part
 _FROZEN = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerSetup:
-    """What a trainer must know of its run and its machine."""
-
-    config: RunConfig
-    peer_id: str
-    store: Path  # the run's folder
-    device: str = "cpu"
-    owned: tuple[int, ...] = ()
-    data: Mapping[str, str] = field(default_factory=dict)
-    tokenizer: Path | None = None
-    frozen: str = "fp32"
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """One step: its loss (None if the step was skipped) and the tokens it trained on."""
-
-    loss: float | None
-    tokens: int
-    reason: str = ""
 
 
 class Trainer:
     """The trainer of one peer."""
 
     def __init__(self, setup: TrainerSetup) -> None:
-        self.setup, self.config = setup, setup.config
+        self.setup, self.config = setup, (config := setup.config)
         self.device = _device(setup.device)
         self.store = Store(setup.store)
-        tokenizer = load_tokenizer(
-            self.config.tokenizer, setup.tokenizer, self.config.model.vocab_size
-        )
+        tokenizer = load_tokenizer(config.tokenizer, setup.tokenizer, config.model.vocab_size)
         self.stream = TextStream(
-            self.config.data,
-            tokenizer,
-            seed=self.config.seed,
-            peer_id=setup.peer_id,
-            paths=setup.data,
+            config.data, tokenizer, seed=config.seed, peer_id=setup.peer_id, paths=setup.data
         )
-        self.model = MoETransformer(self.config.model, frozen_dtype=_FROZEN[setup.frozen])
+        self.model = MoETransformer(config.model, frozen_dtype=_FROZEN[setup.frozen])
         self.model.to(self.device)
         self.model.set_owned(setup.owned)
-        self.optimizer = PeerOptimizer(self.model, self.config.optimizer)
-        self.shapes = part_shapes(self.config.model)
+        self.optimizer = PeerOptimizer(self.model, config.optimizer)
+        self.shapes = part_shapes(config.model)
+        self.ready = False  # weights are a state of the run, whole
         self.steps = self.tokens = 0
+        self.val_loss: float | None = None
         self._clean: dict[str, tuple[str, int]] = {}  # parts on disk just as they are here
         self._sent: dict[str, dict[str, Tensor]] = {}
         self.begin_round(0, 0, 1)
@@ -87,39 +64,42 @@ class Trainer:
         """Make the model's beginning: the same values on every peer of the run."""
         self.model.init_weights(self.config.seed)
         self._clean.clear()
+        self.ready = True
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Go on exactly where a checkpoint of ours was made."""
+        for moments in checkpoint.moments:  # verified before anything changes
+            files.read_tensors(self.bundle(moments.digest), moments.digest)
         # owned first: experts that are still frozen would be loaded in the precision of the frozen
         if set(checkpoint.owned) != self.model.owned:
             self.set_owned(checkpoint.owned)
         self._load({p.part: (self.bundle(p.digest), p.digest) for p in checkpoint.parts})
-        moments = {m.part: m.digest for m in checkpoint.moments}
-        for part in self.optimizer.trained_parts:
-            if part in moments:
-                self.optimizer.load_state_of(part, self._read_moments(moments[part]))
+        self.ready = False
+        for moments in checkpoint.moments:
+            if moments.part in self.optimizer.trained_parts:
+                tensors = files.read_tensors(self.bundle(moments.digest), None)
+                try:
+                    self.optimizer.load_state_of(moments.part, tensors)
+                except ValueError as error:
+                    raise DamagedState(f"the moments of {moments.part}: {error}") from None
         self.stream.load_state_dict(checkpoint.stream)
         self.steps, self.tokens = checkpoint.steps, checkpoint.tokens
+        self.ready = True
 
     def load_state(self, given: Sequence[Mapping[str, Any]]) -> None:
         """Take a whole state from another peer; moments and place in the data stay ours."""
         self._load({p["part"]: (Path(p["path"]), p["digest"]) for p in given})
 
-    def _load(self, files: Mapping[str, tuple[Path, str]]) -> None:
-        missing = set(self.shapes) - files.keys()
-        if missing:
+    def _load(self, given: Mapping[str, tuple[Path, str]]) -> None:
+        if missing := set(self.shapes) - given.keys():
             raise ProtocolViolation(f"a state lacks {sorted(missing)[0]}")
         for part in sorted(self.shapes):  # verified whole before the first weight changes
-            path, digest = files[part]
-            read_bundle(path, self.shapes[part], digest)
+            files.read_bundle(given[part][0], self.shapes[part], given[part][1])
+        self.ready = False
         for part in sorted(self.shapes):
-            load_part(self.model, part, read_bundle(files[part][0], self.shapes[part], None))
+            load_part(self.model, part, files.read_bundle(given[part][0], self.shapes[part], None))
         self._clean.clear()
-
-    def _read_moments(self, digest: str) -> dict[str, Tensor]:
-        from safetensors.torch import load_file
-
-        return load_file(self.bundle(digest))
+        self.ready = True
 
     def set_owned(self, experts: Sequence[int]) -> None:
         """Own these experts from now on; moments of those that stay are kept."""
@@ -137,7 +117,7 @@ class Trainer:
         self.contributors = max(contributors, 1)
         self.step_in_round = 0
         self._losses: list[float] = []
-        self._trained: dict[str, int] = {}
+        self._trained: Counter[str] = Counter()  # tokens by part
 
     def progress(self) -> int:
         """The swarm's tokens now, as far as this peer can tell: the others train as fast as we."""
@@ -151,11 +131,7 @@ class Trainer:
         self.step_in_round += 1
         # counted with this step: at 0 tokens the warm-up's rate is 0, and a step would be lost
         lr = learning_rate(self.progress(), self.config.optimizer, self.config.schedule)
-        out = self.model.loss(
-            torch.from_numpy(inputs).to(self.device),
-            torch.from_numpy(targets).to(self.device),
-            self.config.loss,
-        )
+        out = self._forward(inputs, targets)
         loss = float(out.cross_entropy.detach())
         if not math.isfinite(float(out.total.detach())):
             self.model.zero_grad(set_to_none=True)
@@ -164,13 +140,11 @@ class Trainer:
         norm = self.optimizer.step(lr)
         if not math.isfinite(norm):
             return StepResult(loss=None, tokens=0, reason="a gradient is not finite")
-        for part in self.optimizer.trained_parts:
-            self._clean.pop(part, None)
         routed = out.tokens_per_expert_E.tolist()
-        self._trained[SHARED] = self._trained.get(SHARED, 0) + tokens
-        for expert in self.model.owned:
-            part = expert_part(expert)
-            self._trained[part] = self._trained.get(part, 0) + int(routed[expert])
+        trained = {SHARED: tokens, **{expert_part(e): int(routed[e]) for e in self.model.owned}}
+        for part in trained:
+            self._clean.pop(part, None)
+        self._trained.update(trained)
         self._losses.append(loss)
         self.steps += 1
         self.tokens += tokens
@@ -186,13 +160,13 @@ class Trainer:
         """Return the mean loss in nats per token on the run's held-out set."""
         losses = []
         for inputs, targets in self.stream.held_out_batches(self.config.data.eval_batches):
-            out = self.model.loss(
-                torch.from_numpy(inputs).to(self.device),
-                torch.from_numpy(targets).to(self.device),
-                self.config.loss,
-            )
-            losses.append(float(out.cross_entropy))
-        return sum(losses) / len(losses)
+            losses.append(float(self._forward(inputs, targets).cross_entropy))
+        self.val_loss = sum(losses) / len(losses)
+        return self.val_loss
+
+    def _forward(self, inputs: np.ndarray, targets: np.ndarray) -> LossOutput:
+        ids_BT, targets_BT = (torch.from_numpy(a).to(self.device) for a in (inputs, targets))
+        return self.model.loss(ids_BT, targets_BT, self.config.loss)
 
     # --- the round's exchange ---------------------------------------------------------------
 
@@ -203,13 +177,12 @@ class Trainer:
         named = parts(self.model)
         for part in self.optimizer.trained_parts:
             sent = {n: to_wire(p.detach(), self.config.round.wire).cpu() for n, p in named[part]}
-            bad = check_finite(sent)
-            if bad:
+            if bad := check_finite(sent) or files.too_large(sent):
                 refused.append(f"{part}: {bad}")
                 continue
-            digest, size = write_bundle(self.store.bundles, sent)
+            digest, size = files.write_bundle(self.store.bundles, sent)
             self._sent[part] = sent
-            tokens = self._trained.get(part, 0)
+            tokens = self._trained[part]
             offered.append({"part": part, "tokens": tokens, "digest": digest, "size": size})
         return offered, refused
 
@@ -219,89 +192,77 @@ class Trainer:
         merged: list[str] = []
         for entry in plan:
             part = entry["part"]
-            inputs = []
-            for source in entry["inputs"]:
-                try:
-                    tensors = read_bundle(
-                        Path(source["path"]), self.shapes[part], source["digest"], ProtocolViolation
-                    )
-                except ProtocolViolation as error:
-                    rejected.append({"peer": source["peer"], "part": part, "reason": str(error)})
-                    continue
-                inputs.append((int(source["tokens"]), source, tensors))
+            inputs, bad = files.read_inputs(part, entry["inputs"], self.shapes[part])
+            rejected += bad
             if not inputs:
                 continue
-            if entry["own_tokens"] is not None and part in self._sent:
-                self._aggregate(part, int(entry["own_tokens"]), inputs)
-            else:
-                self._adopt(part, inputs)
+            self._take(part, entry["own_tokens"], inputs)
+            if len(entry["inputs"]) == 1:
+                self._remember(part, entry["inputs"][0], inputs[0][1])
             merged.append(part)
         self._sent = {}
         return {"rejected": rejected, "merged": merged, "draws": self._merge_experts(number)}
 
-    def _aggregate(self, part: str, own_tokens: int, inputs: Sequence[Any]) -> None:
-        shares = weights(own_tokens, [tokens for tokens, _, _ in inputs])
-        for name, parameter in parts(self.model)[part]:
-            offers = [(w, t[name]) for w, (_, _, t) in zip(shares, inputs, strict=True)]
-            aggregate(parameter.data, self._sent[part][name], offers)
+    def _take(self, part: str, own_tokens: int | None, inputs: Sequence[Any]) -> None:
+        """Aggregate inputs [(tokens, tensors)] with what we sent, or else adopt their aggregate."""
+        held = {name: parameter.detach() for name, parameter in parts(self.model)[part]}
+        base = self._sent.get(part) if own_tokens is not None else None
+        if own_tokens is None or base is None:
+            (own_tokens, base), *inputs = inputs
+            held = base
+        shares = weights(own_tokens, [tokens for tokens, _ in inputs])
+        taken = {}
+        for name, sent in base.items():  # into copies: a part changes whole or not at all
+            taken[name] = held[name].to(torch.float32, copy=True)
+            offers = [(w, t[name]) for w, (_, t) in zip(shares, inputs, strict=True)]
+            aggregate(taken[name], sent, offers)
+        load_part(self.model, part, taken)
         self._clean.pop(part, None)
 
-    def _adopt(self, part: str, inputs: Sequence[Any]) -> None:
-        first_tokens, first, base = inputs[0]
-        shares = weights(first_tokens, [tokens for tokens, _, _ in inputs[1:]])
-        adopted = {}
-        for name, tensor in base.items():
-            value = tensor.float()
-            offers = [(w, t[name]) for w, (_, _, t) in zip(shares, inputs[1:], strict=True)]
-            aggregate(value, tensor, offers)
-            adopted[name] = value
-        load_part(self.model, part, adopted)
-        self._clean.pop(part, None)
-        expert = part_expert(part)
-        frozen = expert is not None and expert not in self.model.owned
-        if frozen and len(inputs) == 1 and self.config.round.wire == self.setup.frozen:
-            self._clean[part] = (first["digest"], Path(first["path"]).stat().st_size)
+    def _remember(self, part: str, source: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Serve an adopted expert from the very bundle that came, where it is held as it came."""
+        frozen = _FROZEN[self.setup.frozen]
+        foreign = part_expert(part) not in (None, *self.model.owned)
+        if foreign and all(t.dtype == frozen for t in tensors.values()):
+            self._clean[part] = (source["digest"], Path(source["path"]).stat().st_size)
 
     def _merge_experts(self, number: int) -> list[dict[str, list[int]]] | None:
         """Expert merging (SPES), while the schedule says so, on owned experts."""
         config = self.config.merging
         if not config.interval_rounds or number % config.interval_rounds:
             return None
-        alpha = merging_alpha(self.progress(), config)
+        # the round's beginning is the same for all; one's own steps since are not
+        alpha = merging_alpha(self.global_tokens, config)
         if alpha <= 0:
             return None
-        drawn = merge_experts(
-            expert_layers(self.model), sorted(self.model.owned), alpha, config.donors
-        )
-        for expert in self.model.owned:
+        owned = sorted(self.model.owned)
+        drawn = merge_experts(expert_layers(self.model), owned, alpha, config.donors)
+        for expert in owned:
             self._clean.pop(expert_part(expert), None)
         return [{str(e): donors for e, donors in layer.items()} for layer in drawn]
 
-    # --- checkpoints ------------------------------------------------------------------------
-
     def checkpoint(
-        self,
-        number: int,
-        global_tokens: int,
-        contributors: int,
-        versions: Mapping[str, Sequence[int]],
+        self, number: int, global_tokens: int, contributors: int, versions: Versions
     ) -> Path:
-        """Save everything that `load_checkpoint` needs to go on exactly here."""
+        """Save everything that `load_checkpoint` needs to go on exactly here.
+
+        DamagedState if a part is not finite: loading refuses it, so it must not be the newest.
+        """
         named = parts(self.model)
         held = []
         for part in all_parts(self.config.model.n_experts):
             if part not in self._clean or not self.bundle(self._clean[part][0]).exists():
                 tensors = {n: p.detach() for n, p in named[part]}
-                self._clean[part] = write_bundle(self.store.bundles, tensors)
+                if bad := check_finite(tensors):
+                    raise DamagedState(f"{part} cannot be saved: {bad}")
+                self._clean[part] = files.write_bundle(self.store.bundles, tensors)
             digest, size = self._clean[part]
             made, term = versions.get(part, (0, 0))
             held.append(StatePart(part=part, round=made, term=term, digest=digest, size=size))
         moments = []
         for part in self.optimizer.trained_parts:
-            state = self.optimizer.state_of(part)
-            if state:
-                digest, size = write_bundle(self.store.bundles, state)
-                moments.append(Moments(part=part, digest=digest, size=size))
+            digest, size = files.write_bundle(self.store.bundles, self.optimizer.state_of(part))
+            moments.append(Moments(part=part, digest=digest, size=size))
         return self.store.commit(
             Checkpoint(
                 run_id=self.config.run_id,
@@ -315,22 +276,24 @@ class Trainer:
                 steps=self.steps,
                 tokens=self.tokens,
                 stream=self.stream.state_dict(),
+                loss=self.round_loss,
+                val_loss=self.val_loss,
+                created=time.time(),
             )
         )
 
     def bundle(self, digest: str) -> Path:
         """Where the bundle of this name lies."""
-        return self.store.bundles / f"{digest}{SUFFIX}"
+        return self.store.bundles / f"{digest}{files.SUFFIX}"
 
 
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda"):
-        index = int(name.partition(":")[2] or 0)
-        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-            raise Unavailable(
-                f"there is no device {name} here ({torch.cuda.device_count()} CUDA devices are "
-                "visible to torch); use --device cpu, or mend the driver."
-            )
+    seen = torch.cuda.device_count()
+    if name.startswith("cuda") and int(name.partition(":")[2] or 0) >= seen:
+        raise Unavailable(
+            f"there is no device {name} here ({seen} CUDA devices are visible to torch); "
+            "use --device cpu, or mend the driver."
+        )
     return torch.device(name)

@@ -2,6 +2,9 @@
 
 import errno
 import os
+import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,3 +121,60 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(
     with pytest.raises(Unavailable, match="no space is left"):
         write_bundle(tmp_path, tensors())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bundle_that_the_disk_changed_is_written_again(tmp_path: Path) -> None:
+    digest, size = write_bundle(tmp_path, tensors())
+    path = tmp_path / f"{digest}.safetensors"
+    path.write_bytes(b"\0" * size)
+    assert write_bundle(tmp_path, tensors()) == (digest, size)
+    read_bundle(path, SHAPES, digest)
+
+
+def test_pruning_removes_what_a_crash_left_half_written(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    checkpoint(store, 1, 1.0)
+    old = [store.bundles / ".b.1.tmp", store.checkpoints / ".round-000000002.json.1.tmp"]
+    young = store.bundles / ".c.1.tmp"  # the trainer, another process, may be writing it now
+    for path in (*old, young):
+        path.write_bytes(b"half")
+    for path in old:
+        os.utime(path, (1, 1))
+    store.prune(2, set())
+    assert [path.exists() for path in (*old, young)] == [False, False, True]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+import torch
+from spesd.checkpoint.bundle import write_bundle
+from spesd.checkpoint.manifest import Checkpoint
+from spesd.checkpoint.store import Store
+from spesd.swarm.records import StatePart
+store = Store(Path(sys.argv[1]))
+for n in range(1, 100000):
+    digest, size = write_bundle(store.bundles, {"w": torch.full((20000,), float(n))})
+    part = StatePart(part="shared", round=n, term=0, digest=digest, size=size)
+    store.commit(Checkpoint(run_id="r", peer_id="a", round=n, global_tokens=n, contributors=1,
+        parts=(part,), moments=(), owned=(), steps=n, tokens=n, stream={}))
+    store.prune(2, set())
+    print(n, flush=True)
+"""
+
+
+def test_what_was_committed_survives_a_kill_at_any_moment(tmp_path: Path) -> None:
+    chance = random.Random(7)
+    for attempt in range(3):
+        root = tmp_path / str(attempt)
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(root)], stdout=subprocess.PIPE, text=True
+        )
+        assert writer.stdout is not None
+        for _ in range(chance.randrange(2, 12)):
+            said = int(writer.stdout.readline())
+        writer.kill()
+        rest = writer.communicate()[0].split()
+        found, damaged = Store(root).newest()
+        assert found is not None and found.round >= int(rest[-1] if rest else said)
+        assert damaged == []

@@ -20,9 +20,9 @@ COMMAND = [sys.executable, "-m", "spesd.train.child"]
 class Talk:
     """Commands in, replies and events out, over real pipes."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: list[str]) -> None:
         self.process = subprocess.Popen(
-            COMMAND,
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -53,10 +53,24 @@ class Talk:
         return message
 
 
+@contextlib.contextmanager
+def talking(*patches: str) -> Iterator[Talk]:
+    """A child, with its own code patched where a fault must come from inside it."""
+    code = "\n".join(("from spesd.train import child", *patches, "child.main()"))
+    talk = Talk([sys.executable, "-c", code] if patches else COMMAND)
+    try:
+        yield talk
+    finally:
+        close(talk)
+
+
 @pytest.fixture
 def talk() -> Iterator[Talk]:
-    talk = Talk()
-    yield talk
+    with talking() as talk:
+        yield talk
+
+
+def close(talk: Talk) -> None:
     talk.process.kill()
     talk.process.wait()
     for pipe in (talk.process.stdin, talk.process.stdout, talk.process.stderr):
@@ -132,3 +146,98 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
             return True
 
     wait_for("the child's end", gone, 5)
+
+
+def halt_as(body: str) -> str:
+    """A patch: what `halt` does instead."""
+    return f"def halt(self, message):\n    {body}\n    return {{}}\nchild.Child._do_halt = halt"
+
+
+@pytest.mark.parametrize(
+    ("do", "arguments", "says"),
+    [
+        ("dance", {}, "no command 'dance'"),
+        ("evaluate", {}, "before 'setup'"),
+        ("setup", {}, "lacks setup"),
+        ("setup", {"setup": {"device": "cpu"}}, "the setup lacks config"),
+    ],
+)
+def test_a_wrong_command_is_told_so_and_the_child_lives(
+    talk: Talk, do: str, arguments: dict[str, Any], says: str
+) -> None:
+    reply = talk.send(do, **arguments)
+    assert (reply["ok"], reply["kind"]) == (False, "usage") and says in reply["error"]
+    assert talk.send("halt")["ok"]
+
+
+def test_a_line_that_is_no_command_does_not_stop_it(talk: Talk) -> None:
+    assert talk.process.stdin is not None
+    for line in ("{nope", "3", '{"do": "halt"}'):
+        talk.process.stdin.write(line + "\n")
+        talk.process.stdin.flush()
+        reply = talk.read()
+        assert (reply["id"], reply["ok"], reply["kind"]) == (None, False, "usage")
+    assert talk.send("stop")["ok"]
+    assert talk.process.wait(10) == 0
+
+
+def test_nothing_trains_before_there_is_a_state(talk: Talk, tmp_path: Path) -> None:
+    talk.send("setup", setup=setup(tmp_path))
+    start = {"round": 1, "steps": 1, "go_on": False, "global_tokens": 0, "contributors": 1}
+    reply = talk.send("train", **start)
+    assert (reply["ok"], reply["kind"]) == (False, "usage")
+    assert talk.send("load_checkpoint", path=str(tmp_path / "none"))["kind"] == "damaged"
+    assert talk.send("train", **start)["ok"] is False
+    talk.send("initialise")
+    assert talk.send("train", **start)["ok"]
+
+
+def test_what_is_printed_inside_does_not_reach_the_pipe() -> None:
+    noise = halt_as('print("stray"); import os; os.write(1, b"raw\\n")')
+    with talking(noise) as talk:
+        assert talk.send("halt") == {"id": 1, "ok": True}
+
+
+def test_values_without_a_word_in_json_become_null() -> None:
+    patch = "child.Child._do_halt = lambda s, m: {'x': float('nan'), 'y': [float('inf')]}"
+    with talking(patch) as talk:
+        assert talk.send("halt") == {"id": 1, "ok": True, "x": None, "y": [None]}
+
+
+def test_a_full_disk_is_told_and_the_child_lives(tmp_path: Path) -> None:
+    patch = (
+        "import errno, os\ndef full(_):\n    raise OSError(errno.ENOSPC, 'full')\nos.fsync = full"
+    )
+    with talking(patch) as talk:
+        talk.send("setup", setup=setup(tmp_path))
+        talk.send("initialise")
+        for do in ("snapshot", "checkpoint"):
+            reply = talk.send(do, round=1, global_tokens=0, contributors=1, versions={})
+            assert (reply["ok"], reply["kind"]) == (False, "unavailable")
+            assert "no space is left" in reply["error"]
+        assert talk.send("evaluate")["val_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    "fault", ["MemoryError('no memory')", "RuntimeError('CUDA out of memory')"]
+)
+def test_out_of_memory_ends_it_with_its_own_exit_code(fault: str) -> None:
+    with talking(halt_as(f"raise {fault}")) as talk:
+        reply = talk.send("halt")
+        assert (reply["ok"], reply["kind"]) == (False, "crash") and "memory" in reply["error"]
+        assert talk.process.wait(10) == 3
+
+
+def test_out_of_memory_in_a_step_ends_it_so_too(tmp_path: Path) -> None:
+    patch = "def bad(self):\n    raise RuntimeError('out of memory')\nchild.Child._step = bad"
+    with talking(patch) as talk:
+        talk.send("setup", setup=setup(tmp_path))
+        talk.send("initialise")
+        talk.send("train", round=1, steps=9, go_on=True, global_tokens=0, contributors=1)
+        assert talk.process.wait(10) == 3
+
+
+def test_an_interrupt_from_the_keyboard_is_the_daemons_affair(talk: Talk) -> None:
+    assert talk.send("halt")["ok"]
+    talk.process.send_signal(signal.SIGINT)
+    assert talk.send("halt")["ok"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from helpers.plain import plain_loop
 from helpers.tiny import make_trainer, tiny_config
 from safetensors.torch import load_file
 
+from spesd.checkpoint.bundle import write_bundle
 from spesd.errors import DamagedState, ProtocolViolation
 from spesd.swarm.plan import merges, trained_parts, wants
 from spesd.swarm.records import Offer, PartOffer
@@ -220,3 +222,58 @@ def test_what_is_owned_keeps_its_precision_through_a_restart(tmp_path: Path) -> 
     assert again.model.owned == {1}
     for name, value in weights(first).items():
         assert torch.equal(value, weights(again)[name]), name
+
+
+def adopted(part: str, own_tokens: int | None, folder: Path, made: dict[str, Any]) -> list[Any]:
+    """A plan for one part, from what each peer made of it, one token each."""
+    inputs = []
+    for peer, tensors in made.items():
+        digest, _ = write_bundle(folder, tensors)
+        path = folder / f"{digest}.safetensors"
+        inputs.append({"path": str(path), "digest": digest, "tokens": 1, "peer": peer})
+    return [{"part": part, "own_tokens": own_tokens, "inputs": inputs}]
+
+
+@pytest.mark.parametrize("own_tokens", [None, 1])
+def test_finite_values_that_average_to_infinity_never_reach_the_weights(
+    own_tokens: int | None, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tiny_config(), tmp_path, "a", ALL)
+    trainer.step()
+    trainer.snapshot()
+    before = weights(trainer)
+    shapes = trainer.shapes["expert-1"]
+    made = {
+        peer: {n: torch.full(s, value) for n, s in shapes.items()}
+        for peer, value in (("b", 3e38), ("c", -3e38))
+    }
+    result = trainer.merge(1, adopted("expert-1", own_tokens, tmp_path / "in", made))
+    assert [r["peer"] for r in result["rejected"]] == ["b", "c"] and result["merged"] == []
+    assert all(torch.equal(v, before[n]) for n, v in weights(trainer).items())
+
+
+def test_one_bad_input_leaves_the_average_of_the_others(tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_config(), tmp_path, "a", (0,))
+    shapes = trainer.shapes["expert-2"]
+    made = {
+        peer: {n: torch.full(s, value) for n, s in shapes.items()}
+        for peer, value in (("b", 1.0), ("c", float("nan")), ("d", 3.0))
+    }
+    result = trainer.merge(1, adopted("expert-2", None, tmp_path / "in", made))
+    assert [r["peer"] for r in result["rejected"]] == ["c"] and result["merged"] == ["expert-2"]
+    assert bool((weights(trainer)["layers.0.experts.2.w1"] == 2.0).all())
+
+
+def test_co_owners_draw_experts_equally_however_many_steps_each_made(tmp_path: Path) -> None:
+    merging = {"interval_rounds": 1, "alpha": 0.5, "decay_tokens": 2_000, "donors": 2}
+    config = tiny_config(merging=merging)
+    made = []
+    for steps in (1, 5):
+        trainer = make_trainer(config, tmp_path / str(steps), "a", ALL)
+        trainer.begin_round(1, 500, 2)
+        trainer.step_in_round = steps  # weights are equal: only the count of steps differs
+        trainer.merge(1, [])
+        made.append(weights(trainer))
+    initial = weights(make_trainer(config, tmp_path / "i", "a", ALL))
+    assert any(not torch.equal(v, initial[n]) for n, v in made[0].items())
+    assert all(torch.equal(v, made[1][n]) for n, v in made[0].items())
