@@ -4,6 +4,7 @@ What `open_envelope` returns has the right size, a valid signature by the peer t
 passes its own `check()`. Everything else raises ProtocolViolation. Never touches a socket.
 """
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,10 @@ MAX_MANIFEST_BYTES = 512 * 1024  # an offer or a state of 4096 experts
 MAX_CONFIG_BYTES = 64 * 1024
 MAX_ENVELOPES = 1024  # in one message
 MAX_MESSAGE_BYTES = 900 * 1024  # of envelopes in one message; p2pd's own limit is 4 MB
+MAX_REQUEST_BYTES = 1024  # of a request for chunks
+MAX_CHUNK_REPLY_BYTES = 256 * 1024 + 64  # a chunk, or a piece of a chunk list, and its frame
+MAX_KEY_AND_SIGNATURE_BYTES = 2048  # what an envelope may have besides its payload
+MAX_CLOCK = 2.0**40  # seconds since the epoch
 _DOMAIN = b"spesd-v1:"
 
 
@@ -37,9 +42,11 @@ class RunRecord:
     run_id: str
     peer_id: str
     name: str
+    expires: float  # seconds since the epoch, DHT time
 
     def check(self) -> None:
         """Raise ProtocolViolation unless an honest peer could have said this."""
+        check_time("run.expires", self.expires)
         hexadecimal = all(c in "0123456789abcdef" for c in self.run_id)
         if len(self.run_id) != 32 or not hexadecimal:
             raise ProtocolViolation("a run id is not 32 hex digits")
@@ -55,6 +62,17 @@ _KINDS: dict[str, tuple[type[Record], type[Message], int]] = {
     "state": (StateManifest, pb.StateManifest, MAX_MANIFEST_BYTES),
     "run": (RunRecord, pb.RunRecord, MAX_RECORD_BYTES),
 }
+
+
+def run_id_of(config: bytes) -> str:
+    """Return the id of the run whose canonical config this is."""
+    return hashlib.sha256(config).hexdigest()[:32]
+
+
+def check_time(name: str, seconds: float) -> None:
+    """Raise ProtocolViolation unless this is a time that a clock may show."""
+    if not 0.0 <= seconds <= MAX_CLOCK:  # nor is a NaN
+        raise ProtocolViolation(f"{name} is {seconds}, which is no time")
 
 
 def seal(record: Record, identity: Identity) -> bytes:
@@ -81,7 +99,7 @@ def seal(record: Record, identity: Identity) -> bytes:
 
 def open_envelope(raw: bytes) -> Record:
     """Return the record in a signed envelope, verified; raises ProtocolViolation otherwise."""
-    if len(raw) > MAX_MANIFEST_BYTES + 2048:
+    if len(raw) > MAX_MANIFEST_BYTES + MAX_KEY_AND_SIGNATURE_BYTES:
         raise ProtocolViolation(f"an envelope has {len(raw)} bytes")
     envelope = _parse(pb.SignedEnvelope, raw)
     if envelope.kind not in _KINDS:

@@ -77,6 +77,9 @@ class Identity:
                 file.flush()
                 os.fsync(file.fileno())
             temp.replace(path)
+            folder = os.open(path.parent, os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
         except OSError as error:
             raise Unavailable(f"cannot write the key {path}: {error.strerror}.") from None
 

@@ -35,7 +35,7 @@ STATE = StateManifest(
     run_id="r", peer_id=ME.peer_id, round=6, global_tokens=9, contributors=2,
     parts=(StatePart(part="expert-3", round=5, term=2, digest="cd" * 32, size=1),),
 )  # fmt: skip
-RUN = RunRecord(run_id="0" * 32, peer_id=ME.peer_id, name="my run")
+RUN = RunRecord(run_id="0" * 32, peer_id=ME.peer_id, name="my run", expires=9.0)
 SEALED = seal(RECORD, ME)
 
 
@@ -109,3 +109,37 @@ def test_a_changed_byte_is_a_violation_or_changes_nothing(at: int, by: int) -> N
     raw = SEALED[:at] + bytes([SEALED[at] ^ by]) + SEALED[at + 1 :]
     with contextlib.suppress(ProtocolViolation):
         assert open_envelope(raw) == RECORD
+
+
+FULL = [seal(r, ME) for r in (RECORD, OFFER, STATE, RUN)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(FULL), st.data())
+def test_a_mangled_envelope_is_a_violation_or_changes_nothing(
+    raw: bytes, data: st.DataObject
+) -> None:
+    mangled = bytearray(raw)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, max(len(mangled) - 1, 0)))
+        until = at + data.draw(st.integers(0, 40))
+        mangled[at:until] = data.draw(st.binary(max_size=40))
+    with contextlib.suppress(ProtocolViolation):
+        assert open_envelope(bytes(mangled)) == open_envelope(raw)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(["peer", "offer", "state", "run"]), st.binary(max_size=200))
+def test_any_payload_signed_by_a_peer_is_a_violation_or_a_record(kind: str, payload: bytes) -> None:
+    envelope = pb.SignedEnvelope(
+        kind=kind, payload=payload, public_key=ME.public_key,
+        signature=ME.sign(b"spesd-v1:" + kind.encode() + b":" + payload),
+    )  # fmt: skip
+    with pytest.raises(ProtocolViolation):  # no payload without our peer id passes
+        open_envelope(envelope.SerializeToString())
+
+
+def test_a_run_record_without_an_end_is_refused() -> None:
+    for expires in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ValueError, match="no time"):
+            seal(RunRecord(run_id="0" * 32, peer_id=ME.peer_id, name="n", expires=expires), ME)
