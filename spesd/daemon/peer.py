@@ -28,7 +28,7 @@ from spesd.swarm.roster import Roster
 from spesd.swarm.round import Round, RoundRules
 
 ROUNDS_SHOWN = 20
-OFFERS_KEPT = 3  # rounds whose offers we can still hand to a peer that missed them
+OFFERS_KEPT = 3  # of each peer: what we can still hand to one that missed them
 RECORD_LIFE_S = 60.0
 
 
@@ -67,7 +67,7 @@ class Peer:
     rounds: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=ROUNDS_SHOWN))
     checkpoint: Checkpoint | None = None
     state_wanted: bool = False  # somebody asked for a state newer than our checkpoint
-    signed_offers: dict[int, dict[str, bytes]] = field(default_factory=dict)
+    signed_offers: dict[str, dict[int, bytes]] = field(default_factory=dict)  # peer -> round
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     last_terms: dict[int, int] = field(default_factory=dict)
     paused: bool = False
@@ -155,17 +155,29 @@ class Peer:
         return True
 
     def keep_offer(self, offer: Offer, raw: bytes) -> bool:
-        """Keep a signed offer for those who ask later; False if we have it or it is too old."""
-        newest = max(self.round.round, 1)
-        if offer.run_id != self.run.run_id or abs(offer.round - newest) > OFFERS_KEPT * 100:
+        """Keep a signed offer for those who ask later; False if it is known or not to be kept.
+
+        Each peer's newest offers, whatever round we are in ourselves: after a long sleep they tell
+        us where the swarm is. Only peers that we know of have a place, so it cannot grow.
+        """
+        known = offer.peer_id == self.net.peer_id or self.roster.record(offer.peer_id) is not None
+        if offer.run_id != self.run.run_id or not known:
             return False
-        kept = self.signed_offers.setdefault(offer.round, {})
-        if offer.peer_id in kept:
+        kept = self.signed_offers.setdefault(offer.peer_id, {})
+        if offer.round in kept or (len(kept) >= OFFERS_KEPT and offer.round < min(kept)):
             return False
-        kept[offer.peer_id] = raw
-        for old in sorted(self.signed_offers)[:-OFFERS_KEPT]:
-            del self.signed_offers[old]
+        kept[offer.round] = raw
+        for old in sorted(kept)[:-OFFERS_KEPT]:
+            del kept[old]
+        for gone in [p for p in self.signed_offers if p != self.net.peer_id]:
+            if self.roster.record(gone) is None:
+                del self.signed_offers[gone]
         return True
+
+    def offers(self, round_number: int) -> list[bytes]:
+        """Return the signed offers that we know for a round, by peer."""
+        offers = self.signed_offers
+        return [offers[p][round_number] for p in sorted(offers) if round_number in offers[p]]
 
     def placement(self, *, settled: bool) -> Placement:
         """Decide what we should own, given the roster as it is."""

@@ -47,7 +47,7 @@ class PeerService:
         """The signed offers that we know for a round."""
         if self.peer is None:
             return []
-        return list(self.peer.signed_offers.get(round_number, {}).values())
+        return self.peer.offers(round_number)
 
     async def state(self) -> bytes | str:
         """A signed manifest of our last checkpoint, or why there is none to give."""

@@ -9,6 +9,7 @@ kept until we are there.
 """
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -100,15 +101,30 @@ class Round:
     # --- entering a round -------------------------------------------------------------------
 
     def _start(self, event: ev.Synced, now: float) -> Commands:
-        self.round, self.phase = event.round, Phase.TRAINING
+        early, self._early = self._early, {}
+        self.round = max(event.round, self._where_the_swarm_is(early))
+        self.phase = Phase.TRAINING
         self._clear()
         go_on = self.rules.quorum < 1.0
         commands: Commands = [ev.Train(round=self.round, steps=self.rules.local_steps, go_on=go_on)]
-        early, self._early = self._early, {}
         for offer in early.values():
             if offer.round >= self.round:
                 commands += self.handle(ev.OfferSeen(round=offer.round, offer=offer), now)
         return commands
+
+    @staticmethod
+    def _where_the_swarm_is(early: Mapping[str, Offer]) -> int:
+        """Return the round that most of those who are ahead of us have offered for; 0 if nobody is.
+
+        A peer whose download takes longer than a round enters where the others are. It has trained
+        nothing there, so its weight is 0 and the merge gives it what they have.
+        """
+        return statistics.median_low(o.round for o in early.values()) if early else 0
+
+    def _keep_early(self, event: ev.OfferSeen, now: float) -> Commands:
+        if len(self._early) < MAX_OFFERS:
+            self._early[event.offer.peer_id] = event.offer
+        return []
 
     def _next(self, event: ev.MergeDone, now: float) -> Commands:
         return self._start(ev.Synced(round=event.round + 1), now)
@@ -247,8 +263,7 @@ class Round:
 
     def _offer_ahead(self, event: ev.OfferSeen, now: float) -> Commands:
         """Others are in a later round. One ahead: hurry. More: our way back is their state."""
-        if len(self._early) < MAX_OFFERS:
-            self._early[event.offer.peer_id] = event.offer
+        self._keep_early(event, now)
         if self.phase in (Phase.SYNCING, Phase.LEAVING, Phase.MERGING):
             return []
         if event.round == self.round + 1:
@@ -290,7 +305,7 @@ Row = Mapping[tuple[Phase, type[ev.Event]], str]
 
 TABLE: Row = {
     (Phase.SYNCING, ev.Synced): "_start",
-    (Phase.SYNCING, ev.OfferSeen): "_ignore",
+    (Phase.SYNCING, ev.OfferSeen): "_keep_early",
     (Phase.SYNCING, ev.RosterSeen): "_note_roster",
     (Phase.SYNCING, ev.StepsDone): "_ignore",
     (Phase.SYNCING, ev.SnapshotTaken): "_ignore",

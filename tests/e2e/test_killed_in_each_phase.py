@@ -51,3 +51,27 @@ def test_killed_while(phase: str, peers: Callable[..., PeerProcess], tmp_path: P
 
 def _since(peer: PeerProcess, moment: float) -> int:
     return sum(m["time"] > moment for m in peer.merged())
+
+
+def test_frozen_for_many_rounds_and_back(peers: Callable[..., PeerProcess], tmp_path: Path) -> None:
+    """Rounds of a fraction of a second: the frozen peer wakes up dozens of them behind."""
+    founder = peers("founder", "start", run_toml(tmp_path))
+    address = founder.address()
+    frozen = peers("frozen", "join", "--bootstrap", address)
+    frozen.address()
+    wait_for("both in one round", lambda: [m for m in frozen.merged() if m["offers"] == 2])
+    frozen.send(signal.SIGSTOP)
+    try:
+        before = len(founder.merged())
+        wait_for("thirty rounds without it", lambda: len(founder.merged()) >= before + 30)
+    finally:
+        frozen.send(signal.SIGCONT)
+    woke = time.time()
+    wait_for(
+        "both in one round again",
+        lambda: [m for m in frozen.merged() if m["time"] > woke and m["offers"] == 2],
+    )
+    rounds = [m["round"] for m in frozen.merged()]
+    assert rounds == sorted(set(rounds))
+    for peer in (frozen, founder):
+        assert peer.end() == 0
