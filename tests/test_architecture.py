@@ -12,8 +12,9 @@ ROOT = Path(__file__).parents[1] / "spesd"
 BASE = {"config", "configtree", "errors", "ids", "digest", "memory", "peerconfig", "presets"}
 # each layer, and the layers that it may import besides itself and BASE
 MAY_IMPORT = {
-    "cli": {"daemon", "train", "data", "checkpoint", "model", "net", "swarm"},
+    "cli": {"bench", "daemon", "train", "data", "checkpoint", "model", "net", "swarm"},
     "daemon": {"train", "data", "checkpoint", "model", "net", "swarm"},
+    "bench": {"train", "data", "checkpoint", "model", "swarm"},
     "train": {"data", "checkpoint", "model", "swarm"},
     "data": set(),
     "checkpoint": {"model", "swarm"},
