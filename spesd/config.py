@@ -72,10 +72,14 @@ class LossConfig:
     load_balance: float = 0.01
     router_z: float = 0.001
     output_z: float = 1e-5
+    owned_balance: float = 1.0  # what a peer's own experts count at first (1.0: as all others)
+    owned_balance_tokens: int = 10_000_000
 
     def __post_init__(self) -> None:
         for name in ("load_balance", "router_z", "output_z"):
             not_negative(f"loss.{name}", getattr(self, name))
+        fraction("loss.owned_balance", self.owned_balance)
+        positive("loss.owned_balance_tokens", self.owned_balance_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,18 +5,31 @@ of how many experts to own cost nothing. The terms mirror `model` (what its auto
 keep) and `train.optimizer`; tests hold them to what those were measured to take.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from spesd.config import ModelConfig
 
-Storage = Literal["fp32", "bf16"]
+Storage = Literal["fp32", "bf16", "int8"]
+Recompute = Literal["none", "experts", "layers"]
 Device = Literal["cpu", "cuda"]
 
-_STORAGE_BYTES = {"fp32": 4, "bf16": 2}
+_STORAGE_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 # What the framework itself takes beside the tensors: code and buffers on the CPU (92 MiB measured,
 # torch 2.13), context and allocator slack on a GPU.
 _OVERHEAD = {"cpu": 92 * 2**20, "cuda": 800_000_000}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a peer holds and computes what it must: everything that trades memory for time."""
+
+    k: int  # experts owned
+    rows: int  # sequences that pass through the model at once (the micro-batch)
+    frozen: Storage = "bf16"
+    recompute: Recompute = "none"
+    half: bool = False  # activations and matrix products in bf16 (autocast)
+    moments8: bool = False  # AdamW's moments in 8 bits
 
 
 def head_chunk_rows(vocab_size: int) -> int:
@@ -63,64 +76,85 @@ class MemoryPlan:
 
     frozen_weights: int  # experts of others
     trained_weights: int  # shared parameters and own experts, fp32
-    adam: int  # two moments in fp32
+    moments: int  # AdamW's two
     gradients: int
     activations: int  # kept from the forward for the backward pass
     logits: int  # one chunk of logits, twice, and the output matrix's early gradient
     overhead: int  # what the framework takes without any model
+    accumulates: bool  # gradients live while the next micro-batch passes through
 
     @property
     def peak(self) -> int:
         """Bytes at the worst moment of a step.
 
-        Activations are freed as gradients come into being, so the worst is either the end of the
-        forward pass or the end of the backward pass.
+        With one micro-batch activations are freed as gradients come into being, so the worst is
+        either the end of the forward pass or the end of the backward pass. With several, the
+        gradients of the first are there while the second passes through.
         """
-        lasting = self.frozen_weights + self.trained_weights + self.adam + self.overhead
-        return lasting + max(self.activations + self.logits, self.gradients)
+        lasting = self.frozen_weights + self.trained_weights + self.moments + self.overhead
+        passing = self.activations + self.logits
+        if self.accumulates:
+            return lasting + self.gradients + passing
+        return lasting + max(passing, self.gradients)
 
 
 def plan(
-    model: ModelConfig, *, tokens_per_step: int, k: int, frozen: Storage, device: Device
+    model: ModelConfig, *, seq_len: int, batch_size: int, layout: Layout, device: Device
 ) -> MemoryPlan:
-    """Return what a peer needs that owns `k` experts and trains on `tokens_per_step` at once.
+    """Return what a peer needs that trains on `batch_size` rows of `seq_len` a step.
 
-    `tokens_per_step` is `DataConfig.tokens_per_step`: sequence length times batch size.
-    Activations count as fp32. Raises ValueError unless 0 <= k <= n_experts.
+    Raises ValueError unless 0 <= k <= n_experts and there is at least one row.
     """
+    k, rows = layout.k, min(layout.rows, batch_size)
     if not 0 <= k <= model.n_experts:
         raise ValueError(f"a peer cannot own {k} of {model.n_experts} experts")
+    if rows < 1:
+        raise ValueError("a micro-batch has at least one row")
     count = count_parameters(model)
     trained = count.shared + k * count.expert
-    chunk = min(head_chunk_rows(model.vocab_size), tokens_per_step)
+    tokens = rows * seq_len
+    chunk = min(head_chunk_rows(model.vocab_size), tokens)
+    number = 2 if layout.half else 4
+    foreign = model.n_experts - k
+    # an int8 row has one scale; its matrices have 2F + D rows in each layer
+    scales = 4 * model.n_layers * (2 * model.ffn + model.d_model) * foreign
     return MemoryPlan(
-        frozen_weights=_STORAGE_BYTES[frozen] * (model.n_experts - k) * count.expert,
+        frozen_weights=_STORAGE_BYTES[layout.frozen] * foreign * count.expert
+        + (scales if layout.frozen == "int8" else 0),
         trained_weights=4 * trained,
-        adam=8 * trained,
+        moments=(2 if layout.moments8 else 8) * trained,
         gradients=4 * trained,
-        activations=4 * tokens_per_step * _kept_per_token(model),
+        activations=number * tokens * _kept_per_token(model, layout.recompute),
         logits=4 * model.vocab_size * (2 * chunk + model.d_model),
         overhead=_OVERHEAD[device],
+        accumulates=rows < batch_size,
     )
 
 
 def largest_k(
     model: ModelConfig,
     *,
-    tokens_per_step: int,
-    frozen: Storage,
+    seq_len: int,
+    batch_size: int,
+    layout: Layout,
     device: Device,
     budget_bytes: int,
 ) -> int | None:
-    """Return the most experts that fit into `budget_bytes`; None if not even one does."""
+    """Return the most experts that fit into `budget_bytes`; None if not even one does.
+
+    The layout's own `k` does not count.
+    """
     for k in range(model.n_experts, 0, -1):
-        needed = plan(model, tokens_per_step=tokens_per_step, k=k, frozen=frozen, device=device)
+        tried = replace(layout, k=k)
+        needed = plan(
+            model, seq_len=seq_len, batch_size=batch_size, layout=tried, device=device
+        )  # fmt: skip
         if needed.peak <= budget_bytes:
             return k
     return None
 
 
-def _kept_per_token(model: ModelConfig) -> int:
+def _kept_per_token(model: ModelConfig, recompute: Recompute) -> int:
     """Return how many numbers the forward pass keeps for each token."""
     d, d_q = model.d_model, model.n_heads * model.head_dim
     d_kv = model.n_kv_heads * model.head_dim
@@ -129,5 +163,10 @@ def _kept_per_token(model: ModelConfig) -> int:
     projections = 0 if model.qk_norm == "none" else d_q + d_kv  # what the QK-norms took
     experts = model.top_k * 2 * model.ffn  # gate and up
     router = 3 * model.n_experts + 8 * model.top_k  # logits, two softmaxes; indices and order
-    per_layer = norms + attention + projections + experts + router
+    per_layer = norms + attention + projections + router
+    if recompute != "experts":
+        per_layer += experts
+    if recompute == "layers":
+        # each layer's input and router stay (the losses read it); one layer's inside comes back
+        return model.n_layers * (d + router) + per_layer + 2 * d
     return model.n_layers * per_layer + 2 * d  # the last norm's input, the output's gradient

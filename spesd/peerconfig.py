@@ -26,7 +26,13 @@ class PeerConfig:
     device: str = "auto"  # auto, cpu, or cuda:N
     own: int = 0  # experts to own; 0: as many as memory holds
     vram: str = ""  # memory to use, such as "8GB"; nothing: measured
-    frozen: Literal["fp32", "bf16"] = "bf16"  # how experts of others are held
+    # how experts of others are held; auto: bf16, or int8 where only that makes room
+    frozen: Literal["auto", "fp32", "bf16", "int8"] = "auto"
+    # what the backward pass computes again instead of keeping; auto: no more than memory asks for
+    recompute: Literal["auto", "none", "experts", "layers"] = "auto"
+    micro_batch: int = 0  # rows that pass through the model at once; 0: as many as fit
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # of matrix products; auto: bf16 on a GPU
+    moments: Literal["fp32", "int8"] = "fp32"  # of AdamW; int8 needs the extra spesd[adam8]
     threads: int = 0  # CPU threads of the trainer; 0: torch's choice
     nice: int = 10  # of the trainer: the volunteer's own work comes first
     listen: tuple[str, ...] = ()  # multiaddrs; nothing: any free port, kept for the next start
@@ -38,6 +44,7 @@ class PeerConfig:
     def __post_init__(self) -> None:
         not_negative("own", self.own)
         not_negative("threads", self.threads)
+        not_negative("micro_batch", self.micro_batch)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device is {self.device!r}; it is auto, cpu or cuda:N.")
         if not 0 <= self.nice <= 19:

@@ -79,6 +79,8 @@ COMMENTS = {
     "loss.load_balance": "weight of the load-balancing loss",
     "loss.router_z": "weight of the router's z-loss",
     "loss.output_z": "weight of the output's z-loss",
+    "loss.owned_balance": "what a peer's own experts count in it at first (paper: 0.7)",
+    "loss.owned_balance_tokens": "of the whole swarm, until they count as all others",
     "optimizer.lr": "peak learning rate of AdamW",
     "optimizer.beta1": "decay of the mean",
     "optimizer.beta2": "decay of the squares",

@@ -37,7 +37,8 @@ def run_peer(
     wishes = {k: v for k, v in options.items() if v not in (None, ())}
     config = peer_config(place, profile, wishes)
     if run is not None:
-        from spesd.daemon.startup import check_data, check_own
+        from spesd.daemon.capacity import check_own
+        from spesd.daemon.startup import check_data
 
         check_data(run, config)
         if config.own:

@@ -7,6 +7,7 @@ may crash as often as it likes.
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import random
 import signal
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spesd.daemon import startup
+from spesd.daemon import capacity, startup
 from spesd.daemon.control import serve_control
 from spesd.daemon.effects import Effects
 from spesd.daemon.entry import Entry
@@ -50,6 +51,8 @@ class Daemon:
         self.leave_asked = asyncio.Event()
         self._spawned: set[asyncio.Task[None]] = set()
         self._crashes = 0
+        self._planned_again = False
+        self._budget = 0
         self._peer: Peer | None = None
         self._tokenizer: str = ""
 
@@ -92,11 +95,11 @@ class Daemon:
 
     async def _begin(self, net: Net) -> Peer:
         run = await startup.learn_run(self.home, net, self.intent)
-        self.config = startup.with_device(self.config)
+        self.config = capacity.with_device(self.config)
         startup.check_data(run, self.config)
-        capacity = startup.pick_capacity(run, self.config)
+        layout, self._budget = capacity.pick_layout(run, self.config)
         folder = startup.keep_run(self.home, run)
-        startup.check_disk(run, self.config, capacity, folder)
+        capacity.check_disk(run, layout, folder)
         path = await startup.have_tokenizer(run, self.config, folder, net, self.service)
         self._tokenizer = str(path) if path else ""
         self._peer = Peer(
@@ -104,7 +107,7 @@ class Daemon:
             run=run,
             config=self.config,
             net=net,
-            capacity=capacity,
+            layout=layout,
             founder=self.intent.run is not None,
             inbox=asyncio.Queue(maxsize=INBOX),
             worker=Worker(folder / "trainer.log", self._trainer_says),
@@ -118,7 +121,7 @@ class Daemon:
     async def _serve(self) -> None:
         peer = self.peer
         self.membership = Membership(peer, self.rng)
-        peer.journal.write("started", peer=peer.net.peer_id, capacity=peer.capacity)
+        peer.journal.write("started", peer=peer.net.peer_id, layout=dataclasses.asdict(peer.layout))
         async with asyncio.TaskGroup() as services:
             effects = Effects(peer, self.service, services)
             entry = Entry(peer, self.membership, effects, self.rng)
@@ -193,7 +196,7 @@ class Daemon:
                     "store": str(peer.folder),
                     "data": dict(self.config.data),
                     "tokenizer": self._tokenizer,
-                    "frozen": self.config.frozen,
+                    "layout": dataclasses.asdict(peer.layout),
                     "threads": self.config.threads,
                     "nice": self.config.nice,
                 },
@@ -213,8 +216,11 @@ class Daemon:
                 return
             self._crashes += 1
             pause = min(RESTART_S[0] * 2 ** (self._crashes - 1), RESTART_S[1])
-            reason = f"the trainer process ended; restarting it in {pause:.0f} s"
+            cause = "ran out of memory" if peer.worker.out_of_memory else "ended"
+            reason = f"the trainer process {cause}; restarting it in {pause:.0f} s"
             peer.say("trainer", reason)
+            if peer.worker.out_of_memory and not self._planned_again:
+                self._plan_again()
             peer.state = PeerState.SYNCING
             peer.post(ev.Interrupted(round=peer.round.round, reason=reason))
             await asyncio.sleep(pause)
@@ -230,6 +236,20 @@ class Daemon:
                 continue
             peer.say("trainer", "")
             self._entry.again("starting")
+
+    def _plan_again(self) -> None:
+        """Hold less than was planned, once: if that does not help either, it is not the plan."""
+        peer = self.peer
+        self._planned_again = True
+        peer.layout, self._budget = capacity.plan_again(
+            peer.run, self.config, peer.layout, self._budget
+        )
+        peer.journal.write("planned_again", layout=dataclasses.asdict(peer.layout))
+        peer.say(
+            "memory",
+            f"memory ran out: the plan is now {self._budget / 1e9:.2f} GB, with {peer.capacity} "
+            f"own experts, others held as {peer.layout.frozen}, {peer.layout.rows} rows at once.",
+        )
 
     async def _remember_addresses(self) -> None:
         peer = self.peer

@@ -19,6 +19,7 @@ from spesd.config import RunConfig
 from spesd.daemon.home import Home
 from spesd.daemon.journal import Journal
 from spesd.daemon.worker import Worker
+from spesd.memory import Layout
 from spesd.net.node import Net
 from spesd.peerconfig import PeerConfig
 from spesd.swarm.events import Event
@@ -55,7 +56,7 @@ class Peer:
     run: RunConfig
     config: PeerConfig
     net: Net
-    capacity: int
+    layout: Layout
     founder: bool
     inbox: asyncio.Queue[Event]
     worker: Worker
@@ -93,6 +94,11 @@ class Peer:
     def owns(self) -> list[int]:
         """The experts that we claim, ascending."""
         return sorted(c.expert for c in self.claims)
+
+    @property
+    def capacity(self) -> int:
+        """How many experts we can own."""
+        return self.layout.k
 
     @property
     def experts(self) -> int:

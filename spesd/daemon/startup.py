@@ -6,29 +6,20 @@ the tokenizer, the corpus, the device, the memory.
 
 import asyncio
 import contextlib
-import dataclasses
-import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from spesd import digest as digests
-from spesd.config import (
-    RunConfig,
-    check_coverable,
-    run_config_from_canonical,
-)
+from spesd.config import RunConfig, run_config_from_canonical
 from spesd.daemon.home import Home, write_atomically
 from spesd.daemon.service import PeerService
 from spesd.daemon.sync import find_run
 from spesd.data.sources import check_sources
 from spesd.data.tokenizer import load_tokenizer
 from spesd.errors import SpesdError, Unavailable, UsageError
-from spesd.memory import count_parameters, largest_k
 from spesd.net.node import Net, NetConfig
-from spesd.peerconfig import PeerConfig, parse_bytes
+from spesd.peerconfig import PeerConfig
 
-MEMORY_SHARE = 0.5  # of a machine's free memory: a volunteer's machine is not ours
 LOOK_FOR_RUN_S = 20.0
 
 
@@ -180,76 +171,3 @@ async def have_tokenizer(
 def check_data(run: RunConfig, config: PeerConfig) -> None:
     """Refuse to start without text."""
     check_sources(run.data, config.data)
-
-
-def with_device(config: PeerConfig) -> PeerConfig:
-    """Return the config with "auto" resolved: the first CUDA device, or the CPU."""
-    if config.device != "auto":
-        return config
-    import torch
-
-    return dataclasses.replace(config, device="cuda:0" if torch.cuda.is_available() else "cpu")
-
-
-def pick_capacity(run: RunConfig, config: PeerConfig) -> int:
-    """Return how many experts this peer can own: as asked, or as memory allows."""
-    wanted = config.own or run.swarm.experts_per_peer
-    if config.own:
-        check_own(run, config.own)
-    budget = parse_bytes(config.vram) if config.vram else _free_memory(config.device)
-    fits = largest_k(
-        run.model,
-        tokens_per_step=run.data.tokens_per_step,
-        frozen=config.frozen,
-        device="cuda" if config.device.startswith("cuda") else "cpu",
-        budget_bytes=budget,
-    )
-    if fits is None:
-        raise Unavailable(
-            f"this run does not fit: not even one expert fits into {budget / 2**30:.1f} GB; give "
-            "more with --vram, or choose a smaller run."
-        )
-    return min(wanted or fits, fits if not config.own else wanted)
-
-
-def check_disk(run: RunConfig, config: PeerConfig, capacity: int, folder: Path) -> None:
-    """Refuse to start where the run's files will not fit: before anything is downloaded."""
-    count = count_parameters(run.model)
-    trained = count.shared + capacity * count.expert
-    frozen = (count.total - trained) * (2 if config.frozen == "bf16" else 4)
-    checkpoint = frozen + 12 * trained  # fp32 and two moments of what we train
-    wire = count.total * (2 if run.round.wire == "bf16" else 4)
-    need = 3 * checkpoint + 2 * wire  # two kept and one being written; offers of two rounds
-    held = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-    free = shutil.disk_usage(folder).free
-    if free + held < need:
-        raise Unavailable(
-            f"no space is left for this run: it needs about {need / 1e6:.0f} MB in {folder}, and "
-            f"{free / 1e6:.0f} MB are free; free some, or choose another --home."
-        )
-
-
-def check_own(run: RunConfig, own: int) -> None:
-    """Refuse an --own that the run cannot use."""
-    if own > run.model.n_experts:
-        raise UsageError(
-            f"--own {own} is more than the run's {run.model.n_experts} experts; lower it."
-        )
-    if run.swarm.min_peers == 1:
-        return
-    check_coverable(run, own)
-
-
-def _free_memory(device: str) -> int:
-    if device.startswith("cuda"):
-        import torch
-
-        if not torch.cuda.is_available():
-            raise Unavailable(
-                f"there is no device {device} here: torch sees no CUDA device; use "
-                "--device cpu, or mend the driver."
-            )
-        free, _ = torch.cuda.mem_get_info(torch.device(device))
-        return int(free)
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(pages * MEMORY_SHARE)

@@ -79,16 +79,21 @@ class Sync:
 
     async def _from_disk(self, own: Checkpoint) -> int:
         peer = self.peer
-        reply = await peer.worker.call("load_checkpoint", path=str(peer.store.path_of(own)))
+        # what we owned is what we have moments for; memory may have become less since
+        kept = [e for e in own.owned if not peer.claims or e in peer.owns][: peer.capacity]
+        reply = await peer.worker.call(
+            "load_checkpoint", path=str(peer.store.path_of(own)), owned=kept
+        )
         peer.progress.steps = int(reply.get("steps", own.steps))
         peer.progress.tokens = int(reply.get("tokens", own.tokens))
         peer.checkpoint = own
-        if not peer.claims:
-            # what we owned is what we have moments for
+        if peer.claims:
+            peer.claims = tuple(c for c in peer.claims if c.expert in kept)
+        else:
             terms = {p.part: p.term for p in own.parts}
             peer.claims = tuple(
                 Claim(expert=e, term=max(terms.get(expert_part(e), 1), 1), since=peer.net.now())
-                for e in own.owned
+                for e in kept
             )
         self._loaded(own.to_state())
         peer.journal.write("resumed", round=own.round, reason="own checkpoint is the newest")
@@ -114,7 +119,12 @@ class Sync:
                     group.create_task(one(part.digest, part.size))
             if own is not None and peer.checkpoint is None:
                 # moments, data position and counters are ours alone, and still good
-                await peer.worker.call("load_checkpoint", path=str(peer.store.path_of(own)))
+                kept = [e for e in own.owned if e in peer.owns or not peer.claims]
+                await peer.worker.call(
+                    "load_checkpoint",
+                    path=str(peer.store.path_of(own)),
+                    owned=kept[: peer.capacity],
+                )
             await own_first(peer)
             await peer.worker.call(
                 "load_state",

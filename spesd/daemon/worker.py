@@ -8,12 +8,14 @@ import asyncio
 import contextlib
 import itertools
 import json
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from spesd.errors import DamagedState, SpesdError, Unavailable, UsageError
+from spesd.train.protocol import OUT_OF_MEMORY
 
 MAX_LINE = 4 * 2**20  # bytes; a merge of 4096 experts with several inputs each fits
 _KINDS: dict[str, type[SpesdError]] = {
@@ -44,6 +46,15 @@ class Worker:
         """The child's process id while it lives."""
         process = self._process
         return None if process is None or process.returncode is not None else process.pid
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the child ended because memory ran out.
+
+        It says so itself, or the kernel kills it without a word: nobody else uses SIGKILL.
+        """
+        code = None if self._process is None else self._process.returncode
+        return code in (OUT_OF_MEMORY, -signal.SIGKILL)
 
     async def start(self) -> None:
         """Start the child; `pump` must run from then on."""

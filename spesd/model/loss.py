@@ -11,7 +11,7 @@ Shapes: R rows (positions) of the batch, C rows of a chunk, D model width, V voc
 E experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,18 +36,25 @@ class LossOutput(NamedTuple):
     tokens_per_expert_E: Tensor  # int64, summed over layers
 
 
-def load_balance(routings: Sequence[Routing]) -> Tensor:
-    """Return the mean over layers of E * sum_e (n_e / (T K)) * mean_t p_te.
+def load_balance(
+    routings: Sequence[Routing], favoured: Collection[int] = (), factor: float = 1.0
+) -> Tensor:
+    """Return the mean over layers of E * sum_e f_e * (n_e / (T K)) * mean_t p_te.
 
     n_e are the token-slots of expert e in that layer, p the router's full softmax. It is 1.0 when
     tokens or probabilities are spread evenly, up to E / K when all go to the same K experts. Per
     layer and not pooled: pooling lets one layer's imbalance hide behind another's.
+
+    f_e is `factor` for the favoured experts and 1 for others: a peer whose own experts are charged
+    less sends them more of its tokens (SPES, the decayed balance loss).
     """
     terms = []
     for routing in routings:
         T, E = routing.logits_TE.shape
         mean_p_E = F.softmax(routing.logits_TE, dim=-1, dtype=torch.float32).mean(dim=0)
         share_E = routing.tokens_E / (T * routing.expert_TK.shape[1])
+        if favoured:
+            share_E[sorted(favoured)] *= factor
         terms.append(E * torch.dot(share_E.to(mean_p_E.dtype), mean_p_E))
     return torch.stack(terms).mean()
 

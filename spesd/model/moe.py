@@ -53,20 +53,47 @@ class Router(nn.Module):
 
 
 class Expert(nn.Module):
-    """One SwiGLU network of one layer: `w1` [2F, D] (gate rows first) and `w2` [D, F]."""
+    """One SwiGLU network of one layer: `w1` [2F, D] (gate rows first) and `w2` [D, F].
+
+    Owned weights are fp32 parameters. Frozen ones are held in any `Storage`; as int8 the
+    parameters hold whole numbers and the buffers `w1_scale` [2F, 1] and `w2_scale` [D, 1] what one
+    of them is worth in its row.
+    """
+
+    w1_scale: Tensor | None
+    w2_scale: Tensor | None
 
     def __init__(self, d: int, ffn: int) -> None:
         super().__init__()
         self.w1 = nn.Parameter(torch.empty(2 * ffn, d))
         self.w2 = nn.Parameter(torch.empty(d, ffn))
+        self.register_buffer("w1_scale", None, persistent=False)
+        self.register_buffer("w2_scale", None, persistent=False)
 
     def own(self) -> None:
         """Hold the weights in fp32 and train them."""
         self._hold(torch.float32, trained=True)
 
     def freeze(self, dtype: torch.dtype) -> None:
-        """Hold the weights in `dtype`, without gradients."""
+        """Hold the weights in `dtype` (fp32, bf16 or int8), without gradients."""
         self._hold(dtype, trained=False)
+
+    def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return `w1` or `w2` as floating point numbers; itself where it is held so."""
+        weight: Tensor = getattr(self, name)
+        return widen(weight, getattr(self, f"{name}_scale"), dtype)
+
+    @torch.no_grad()
+    def put(self, name: str, values: Tensor) -> None:
+        """Set `w1` or `w2`, rounded to the form in which it is held."""
+        weight: nn.Parameter = getattr(self, name)
+        scale: Tensor | None = getattr(self, f"{name}_scale")
+        if scale is None:
+            weight.copy_(values)
+        else:
+            whole, new_scale = to_int8_rows(values)
+            weight.copy_(whole)
+            scale.copy_(new_scale)
 
     def _hold(self, dtype: torch.dtype, *, trained: bool) -> None:
         for name in ("w1", "w2"):
@@ -74,18 +101,47 @@ class Expert(nn.Module):
             if weight.dtype != dtype:
                 # A parameter whose dtype changes under its gradient accumulator is an error in
                 # autograd, so it is replaced; whoever holds parameters looks them up again.
-                weight = nn.Parameter(weight.detach().to(dtype))
+                values, scale = self.dense(name).detach(), None
+                if dtype == torch.int8:
+                    values, scale = to_int8_rows(values)
+                weight = nn.Parameter(values.to(dtype), requires_grad=False)
                 setattr(self, name, weight)
+                setattr(self, f"{name}_scale", scale)
             weight.requires_grad_(trained)
             weight.grad = None
 
 
-def run_experts(x_TD: Tensor, routing: Routing, experts: Sequence[Expert]) -> Tensor:
+def to_int8_rows(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a matrix to int8 with one fp32 scale for each row: ([O, D] int8, [O, 1]).
+
+    The scale has 16 significant bits, so that widening is exact in fp32 and rounding the widened
+    matrix again gives the same bits: what is saved and loaded does not drift.
+    """
+    values32 = values.float()
+    scale = values32.abs().amax(dim=1, keepdim=True).div_(127.0).clamp_min_(1e-30)
+    bits = scale.view(torch.int32)
+    scale = ((bits + 0xFF) & ~0xFF).view(torch.float32)  # up, so that 127 is never passed
+    return torch.round(values32 / scale).to(torch.int8), scale
+
+
+def widen(weight: Tensor, scale: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """Return a matrix as floating point numbers, of `dtype` if one is given."""
+    if scale is None:
+        return weight if dtype is None else weight.to(dtype)
+    # multiplied in fp32: a scale rounded to bf16 would shift whole rows
+    wide = torch.mul(weight, scale)
+    return wide if dtype is None else wide.to(dtype)
+
+
+def run_experts(
+    x_TD: Tensor, routing: Routing, experts: Sequence[Expert], *, recompute: bool = False
+) -> Tensor:
     """Return the weighted sum of each token's experts, [T, D].
 
     Weights may be stored in another dtype than the activations; they are cast one expert at a
     time. Under autocast the experts compute in its dtype. The sum over a token's experts runs in
-    the order of `routing.expert_TK`, as in Hugging Face's grouped implementation.
+    the order of `routing.expert_TK`, as in Hugging Face's grouped implementation. `recompute`
+    computes the gate and up projections again in the backward pass instead of keeping them.
     """
     kind = x_TD.device.type
     if torch.is_autocast_enabled(kind):
@@ -93,59 +149,80 @@ def run_experts(x_TD: Tensor, routing: Routing, experts: Sequence[Expert]) -> Te
     order_S = torch.argsort(routing.expert_TK.flatten(), stable=True)
     counts = routing.tokens_E.tolist()  # the one wait for the device in a layer
     weights = [weight for expert in experts for weight in (expert.w1, expert.w2)]
+    scales = [scale for expert in experts for scale in (expert.w1_scale, expert.w2_scale)]
+    layout = Layout(counts, scales, recompute or not torch.is_grad_enabled())
     with torch.autocast(kind, enabled=False):
         out_TD: Tensor = SortedExperts.apply(  # type: ignore[no-untyped-call]
-            x_TD, routing.weight_TK, order_S, counts, *weights
+            x_TD, routing.weight_TK, order_S, layout, *weights
         )
     return out_TD
+
+
+class Layout(NamedTuple):
+    """How the experts' tokens and weights lie; nothing in it takes part in differentiation."""
+
+    counts: list[int]  # token-slots per expert
+    scales: list[Tensor | None]  # of each weight, where it is int8
+    recompute: bool
+
+    def weight(self, w: Sequence[Tensor], index: int, dtype: torch.dtype) -> Tensor:
+        """Return a weight to compute with."""
+        return widen(w[index], self.scales[index], dtype)
 
 
 class SortedExperts(torch.autograd.Function):
     """The experts' forward and backward pass; see the module's docstring.
 
     Inputs: x [T, D], weight [T, K], order [S] (slots sorted by expert, slot = token * K + rank),
-    counts (slots per expert), then w1, w2 of every expert. Experts without tokens are skipped; if
-    owned, their gradient is zero, as it is with stacked weights.
+    the layout, then w1, w2 of every expert. Experts without tokens are skipped; if owned, their
+    gradient is zero, as it is with stacked weights.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weight_TK: Tensor, order_S: Tensor, counts: list[int], *w: Tensor
+        ctx: Any, x_TD: Tensor, weight_TK: Tensor, order_S: Tensor, layout: Layout, *w: Tensor
     ) -> Tensor:
         T, D = x_TD.shape
-        S = order_S.shape[0]
+        S, K = order_S.shape[0], weight_TK.shape[1]
         weight_S1 = weight_TK.reshape(S, 1).to(x_TD.dtype)
-        gate_up_S2F = x_TD.new_empty(S, w[0].shape[0])
+        keep = not layout.recompute
+        gate_up_S2F = x_TD.new_empty(S if keep else 0, w[0].shape[0])
         out_SD = x_TD.new_empty(S, D)
-        for e, start, end in _slices(counts):
+        for e, start, end in _slices(layout.counts):
             slots_N = order_S[start:end]
-            x_ND = x_TD.index_select(0, slots_N // (S // T))
-            gate_up_N2F = gate_up_S2F[start:end]
-            torch.mm(x_ND, w[2 * e].to(x_TD.dtype).t(), out=gate_up_N2F)
+            x_ND = x_TD.index_select(0, slots_N // K)
+            gate_up_N2F = gate_up_S2F[start:end] if keep else x_TD.new_empty(end - start, len(w[0]))
+            torch.mm(x_ND, layout.weight(w, 2 * e, x_TD.dtype).t(), out=gate_up_N2F)
             gate_NF, up_NF = gate_up_N2F.chunk(2, dim=-1)
-            y_ND = torch.mm(F.silu(gate_NF).mul_(up_NF), w[2 * e + 1].to(x_TD.dtype).t())
+            w2 = layout.weight(w, 2 * e + 1, x_TD.dtype)
+            y_ND = torch.mm(F.silu(gate_NF).mul_(up_NF), w2.t())
             out_SD.index_copy_(0, slots_N, y_ND.mul_(weight_S1.index_select(0, slots_N)))
         ctx.save_for_backward(x_TD, weight_TK, order_S, gate_up_S2F, *w)
-        ctx.counts = counts
-        return out_SD.view(T, S // T, D).sum(dim=1)
+        ctx.layout = layout
+        return out_SD.view(T, K, D).sum(dim=1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out_TD: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weight_TK, order_S, gate_up_S2F, *w = ctx.saved_tensors
+        layout: Layout = ctx.layout
         needed: tuple[bool, ...] = ctx.needs_input_grad[4:]
         S, K = order_S.shape[0], weight_TK.shape[1]
         weight_S1 = weight_TK.reshape(S, 1).to(x_TD.dtype)
         dx_TD = torch.zeros_like(x_TD)
         d_weight_S = torch.zeros_like(weight_S1[:, 0])
         dw = [torch.zeros_like(p) if need else None for p, need in zip(w, needed, strict=True)]
-        for e, start, end in _slices(ctx.counts):
-            w1, w2 = w[2 * e].to(x_TD.dtype), w[2 * e + 1].to(x_TD.dtype)
+        for e, start, end in _slices(layout.counts):
+            w1, w2 = (layout.weight(w, 2 * e + i, x_TD.dtype) for i in (0, 1))
             slots_N = order_S[start:end]
             tokens_N = slots_N // K
             weight_N1 = weight_S1.index_select(0, slots_N)
             dy_ND = d_out_TD.index_select(0, tokens_N)
-            gate_NF, up_NF = gate_up_S2F[start:end].chunk(2, dim=-1)
+            if layout.recompute:
+                gate_up_N2F = torch.mm(x_TD.index_select(0, tokens_N), w1.t())
+            else:
+                gate_up_N2F = gate_up_S2F[start:end]
+            gate_NF, up_NF = gate_up_N2F.chunk(2, dim=-1)
             act_NF = F.silu(gate_NF)
             h_NF = act_NF * up_NF
             dh_NF = torch.mm(dy_ND, w2)  # not yet weighted: its product with h is the weight's

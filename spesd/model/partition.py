@@ -7,7 +7,7 @@ A part is the shared parameters, or one expert: the networks with one index in *
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ def part_shapes(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
 
 @torch.no_grad()
 def load_part(model: MoETransformer, part: str, tensors: Mapping[str, Tensor]) -> None:
-    """Copy `tensors` into a part's parameters, cast to the dtype and device they have there.
+    """Set a part's parameters, rounded to the form and moved to the device they have there.
 
     Raises ValueError, before anything is written, unless names and shapes are exactly the part's.
     """
@@ -84,16 +84,23 @@ def load_part(model: MoETransformer, part: str, tensors: Mapping[str, Tensor]) -
             raise ValueError(
                 f"{name} has the shape {list(tensors[name].shape)}, not {list(parameter.shape)}"
             )
-    for name, parameter in members.items():
-        parameter.copy_(tensors[name])
+    for name in members:
+        model.put(name, tensors[name])
 
 
-def expert_layers(model: MoETransformer) -> list[list[tuple[Tensor, Tensor]]]:
-    """Return (w1, w2) of every expert of every layer, detached but sharing memory."""
-    return [
-        [(expert.w1.detach(), expert.w2.detach()) for expert in block.each_expert()]
-        for block in model.blocks()
-    ]
+def part_values(model: MoETransformer, part: str) -> dict[str, Tensor]:
+    """Return a part's values by name, detached; they share memory unless held as int8."""
+    return {name: model.dense(name) for name, _ in parts(model)[part]}
+
+
+def expert_layers(model: MoETransformer) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Yield, layer by layer, (w1, w2) of every expert, detached.
+
+    They share memory with the model, but for experts held as int8: those are widened, one layer at
+    a time, to be read only.
+    """
+    for block in model.blocks():
+        yield [(e.dense("w1").detach(), e.dense("w2").detach()) for e in block.each_expert()]
 
 
 def hf_name(name: str) -> tuple[str, ...]:

@@ -17,8 +17,10 @@ from typing import NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from spesd.config import LossConfig, ModelConfig
+from spesd.memory import Recompute
 from spesd.model.attention import Attention, rotary_tables
 from spesd.model.layers import Linear, RMSNorm
 from spesd.model.loss import LossOutput, head_loss, load_balance, router_z
@@ -58,12 +60,15 @@ class Block(nn.Module):
             Expert(config.d_model, config.ffn) for _ in range(config.n_experts)
         )
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Routing]:
+    def forward(
+        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], recompute: bool = False
+    ) -> tuple[Tensor, Routing]:
         """Return the layer's output [B, T, D] and where its tokens went."""
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary)
         flat_TD = self.moe_norm(x_BTD).flatten(0, 1)
         routing = self.router(flat_TD)
-        return x_BTD + run_experts(flat_TD, routing, self.each_expert()).view_as(x_BTD), routing
+        y_TD = run_experts(flat_TD, routing, self.each_expert(), recompute=recompute)
+        return x_BTD + y_TD.view_as(x_BTD), routing
 
     def each_expert(self) -> list[Expert]:
         """Return the layer's experts, by index."""
@@ -73,14 +78,23 @@ class Block(nn.Module):
 class MoETransformer(nn.Module):
     """The model of a run. Weights are uninitialised until `init_weights` or a load.
 
-    `frozen_dtype` is how experts that are not owned are stored (fp32, or bf16 for half the
-    memory and +0.0006 nats; the owner keeps fp32, so errors do not add up).
+    `frozen_dtype` is how experts that are not owned are stored: fp32, or bf16 for half the memory
+    and +0.0006 nats, or int8 for a quarter and +0.006 (the owner keeps fp32, so errors do not add
+    up). `recompute` says what the backward pass computes again instead of keeping: nothing, the
+    experts' projections (about +12 % time), or whole layers (about +30 %).
     """
 
-    def __init__(self, config: ModelConfig, *, frozen_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        frozen_dtype: torch.dtype = torch.float32,
+        recompute: Recompute = "none",
+    ) -> None:
         super().__init__()
         self.config = config
         self.frozen_dtype = frozen_dtype
+        self.recompute = recompute
         self.owned: frozenset[int] = frozenset(range(config.n_experts))
         self.embed = Linear(config.d_model, config.vocab_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
@@ -103,7 +117,12 @@ class MoETransformer(nn.Module):
         rotary = rotary_tables(self.config, x_BTD)
         routings = []
         for block in self.blocks():
-            x_BTD, routing = block(x_BTD, rotary)
+            if self.recompute == "layers" and torch.is_grad_enabled():
+                x_BTD, routing = checkpoint(
+                    block, x_BTD, rotary, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                x_BTD, routing = block(x_BTD, rotary, self.recompute == "experts")
             routings.append(routing)
         return HiddenOutput(self.norm(x_BTD), routings)
 
@@ -113,18 +132,28 @@ class MoETransformer(nn.Module):
         logits_BTV = F.linear(out.hidden_BTD, self.head_weight)
         return ModelOutput(logits_BTV, [r.logits_TE for r in out.routings], out.tokens_per_expert_E)
 
-    def loss(self, ids_BT: Tensor, targets_BT: Tensor, weights: LossConfig) -> LossOutput:
+    def loss(
+        self,
+        ids_BT: Tensor,
+        targets_BT: Tensor,
+        weights: LossConfig,
+        *,
+        owned_balance: float = 1.0,
+    ) -> LossOutput:
         """Return the loss of predicting `targets_BT`: the ids shifted by one, all of them real.
 
         total = cross_entropy + weights.load_balance * load_balance + weights.router_z * router_z
-        + weights.output_z * output_z; the formulas are in `loss`. Without gradients (evaluation)
-        no gradient is computed.
+        + weights.output_z * output_z; the formulas are in `loss`. `owned_balance` scales what
+        owned experts add to the balance (1: like all others). Without gradients (evaluation) no
+        gradient is computed.
         """
         out = self.hidden(ids_BT)
         total, cross_entropy, output_z = head_loss(
             out.hidden_BTD.flatten(0, 1), self.head_weight, targets_BT.flatten(), weights.output_z
         )
-        balance, z = load_balance(out.routings), router_z(out.routings)
+        favoured = self.owned if owned_balance != 1.0 else ()
+        balance = load_balance(out.routings, favoured, owned_balance)
+        z = router_z(out.routings)
         total = total + weights.load_balance * balance + weights.router_z * z
         return LossOutput(
             total, cross_entropy, balance.detach(), z.detach(), output_z, out.tokens_per_expert_E
@@ -165,7 +194,26 @@ class MoETransformer(nn.Module):
             digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
             values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-            parameter.copy_(values.normal_(0.0, self.config.init_std, generator=generator))
+            values.normal_(0.0, self.config.init_std, generator=generator)
+            self.put(name, values)
+
+    def put(self, name: str, values: Tensor) -> None:
+        """Set a parameter, rounded to the form in which it is held."""
+        owner, _, own_name = name.rpartition(".")
+        module = self.get_submodule(owner)
+        if isinstance(module, Expert):
+            module.put(own_name, values)
+        else:
+            with torch.no_grad():
+                module.get_parameter(own_name).copy_(values)
+
+    def dense(self, name: str) -> Tensor:
+        """Return a parameter's values, detached, as floating point numbers."""
+        owner, _, own_name = name.rpartition(".")
+        module = self.get_submodule(owner)
+        if isinstance(module, Expert):
+            return module.dense(own_name).detach()
+        return module.get_parameter(own_name).detach()
 
     def num_parameters(self, *, trained_only: bool = False) -> int:
         """Count parameters, tied ones once; works on the meta device."""

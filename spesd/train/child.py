@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from spesd.errors import SpesdError, UsageError
 from spesd.train.protocol import (
+    OUT_OF_MEMORY,
     Message,
     check_command,
     failure,
@@ -27,7 +28,7 @@ from spesd.train.protocol import (
 
 REPORT_S = 1.0
 BACKLOG = 64
-CRASHED = 3  # exit code after running out of memory, or a fault of the device
+CRASHED = 3  # exit code after a fault of the device
 _PR_SET_PDEATHSIG = 1
 
 
@@ -111,7 +112,7 @@ class Child:
 
     def _do_load_checkpoint(self, message: Message) -> Message:
         trainer = self._trainer
-        trainer.load_checkpoint(trainer.store.read(message["path"]))
+        trainer.load_checkpoint(trainer.store.read(message["path"]), message["owned"])
         return {"steps": trainer.steps, "tokens": trainer.tokens}
 
     def _do_load_state(self, message: Message) -> Message:
@@ -217,6 +218,14 @@ def _end_with_parent() -> None:
         sys.exit(0)
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    """Tell it by torch's words: on the CPU its error has no type of its own."""
+    words = str(error).lower()
+    return isinstance(error, MemoryError) or any(
+        sign in words for sign in ("out of memory", "not enough memory", "can't allocate memory")
+    )
+
+
 def main() -> None:
     """Take over stdout for replies alone: what anybody prints goes to stderr."""
     _end_with_parent()
@@ -225,9 +234,9 @@ def main() -> None:
     os.dup2(2, 1)
     try:
         code = Child(out).run(sys.stdin)
-    except (MemoryError, RuntimeError):  # torch's out-of-memory and CUDA faults are RuntimeErrors
+    except (MemoryError, RuntimeError) as error:  # CUDA's faults are RuntimeErrors
         traceback.print_exc()
-        code = CRASHED
+        code = OUT_OF_MEMORY if _is_out_of_memory(error) else CRASHED
     out.flush()
     os._exit(code)  # a reader thread may still wait for input
 

@@ -7,7 +7,7 @@ the same inputs give the same bits.
 Shapes: D model width, F expert width.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -55,18 +55,18 @@ def aggregate(own: Tensor, own_sent: Tensor, others: Sequence[tuple[float, Tenso
 
 @torch.no_grad()
 def merge_experts(
-    layers: Sequence[Sequence[tuple[Tensor, Tensor]]],
+    layers: Iterable[Sequence[tuple[Tensor, Tensor]]],
     owned: Collection[int],
     alpha: float,
     donors: int,
 ) -> list[dict[int, list[int]]]:
     """Draw owned experts, in place, towards the experts most like them (SPES, expert merging).
 
-    `layers[l][e]` is (w1 [2F, D], w2 [D, F]). Per layer: likeness is the cosine of the gate
-    matrices (the first of the three, rows 0 to F of w1), donors are the min(donors, E - 1) likest
-    others, ties to the lower index, and merged = base + alpha * mean(donor - base) over all three
-    matrices, from the weights before any merging. Returns, per layer, the donors of each owned
-    expert, likest first.
+    `layers` gives, for each layer, (w1 [2F, D], w2 [D, F]) of every expert. Per layer: likeness is
+    the cosine of the gate matrices (the first of the three, rows 0 to F of w1), donors are the
+    min(donors, E - 1) likest others, ties to the lower index, and merged = base + alpha *
+    mean(donor - base) over all three matrices, from the weights before any merging. Returns, per
+    layer, the donors of each owned expert, likest first.
     """
     drawn: list[dict[int, list[int]]] = []
     for experts in layers:

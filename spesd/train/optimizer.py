@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from spesd.config import OptimizerConfig
 from spesd.model.partition import parts
 from spesd.model.transformer import MoETransformer
+from spesd.train import moments8
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STEP = "step"
@@ -26,11 +27,15 @@ _STEP = "step"
 class PeerOptimizer:
     """The optimizer of one peer. Call `rebuild` after every `model.set_owned`."""
 
-    def __init__(self, model: MoETransformer, config: OptimizerConfig) -> None:
+    def __init__(
+        self, model: MoETransformer, config: OptimizerConfig, *, moments8: bool = False
+    ) -> None:
+        """`moments8` holds the moments in 8 bits; Unavailable if the library for it is missing."""
         self.model = model
         self.config = config
+        self.moments8 = moments8
         self._members: dict[str, dict[str, nn.Parameter]] = {}
-        self._adam = self._build({})
+        self._adam: torch.optim.Optimizer = self._build({})
 
     def rebuild(self) -> None:
         """Follow the model's new ownership.
@@ -71,7 +76,7 @@ class PeerOptimizer:
         All zero before the first step. Raises KeyError for a part that is not trained here.
         """
         return {
-            f"{name}.{key}": self._adam.state[parameter][key].detach().clone()
+            f"{name}.{key}": self._read(parameter, key)
             for name, parameter in self._members[part].items()
             for key in (*_MOMENTS, _STEP)
         }
@@ -86,9 +91,23 @@ class PeerOptimizer:
         _check_state(members, tensors)
         for name, parameter in members.items():
             for key in (*_MOMENTS, _STEP):
-                self._adam.state[parameter][key].copy_(tensors[f"{name}.{key}"])
+                self._write(parameter, key, tensors[f"{name}.{key}"])
 
-    def _build(self, kept: Mapping[str, dict[str, Any]]) -> torch.optim.AdamW:
+    def _read(self, parameter: nn.Parameter, key: str) -> Tensor:
+        state = self._adam.state[parameter]
+        if self.moments8:
+            return moments8.read(state, key)
+        copy: Tensor = state[key].detach().clone()
+        return copy
+
+    def _write(self, parameter: nn.Parameter, key: str, values: Tensor) -> None:
+        state = self._adam.state[parameter]
+        if self.moments8:
+            moments8.write(state, key, values)
+        else:
+            state[key].copy_(values)
+
+    def _build(self, kept: Mapping[str, dict[str, Any]]) -> torch.optim.Optimizer:
         self._members = {
             part: trained
             for part, members in parts(self.model).items()
@@ -101,14 +120,18 @@ class PeerOptimizer:
             {"params": [p for p in everything if p.ndim >= 2]},
             {"params": [p for p in everything if p.ndim < 2], "weight_decay": 0.0},
         ]
-        adam = torch.optim.AdamW(
-            groups,
-            lr=self.config.lr,
-            betas=(self.config.beta1, self.config.beta2),
-            eps=self.config.eps,
-            weight_decay=self.config.weight_decay,
-            fused=fused,
-        )
+        settings: dict[str, Any] = {
+            "lr": self.config.lr,
+            "betas": (self.config.beta1, self.config.beta2),
+            "eps": self.config.eps,
+            "weight_decay": self.config.weight_decay,
+        }
+        if self.moments8:
+            adam = moments8.make(groups, **settings)
+            for name, parameter in by_name.items():
+                adam.state[parameter] = kept.get(name) or adam.state[parameter]
+            return adam
+        adam = torch.optim.AdamW(groups, fused=fused, **settings)
         # Made here and not by the first step: memory that does not suffice shows at the start,
         # and blocks that stay for ever do not end up between those that come and go.
         for name, parameter in by_name.items():

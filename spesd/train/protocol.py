@@ -14,6 +14,7 @@ from typing import Any
 from spesd.config import RunConfig
 from spesd.configtree import from_tree
 from spesd.errors import DamagedState, SpesdError, UsageError
+from spesd.memory import Layout
 
 Message = dict[str, Any]
 
@@ -21,7 +22,7 @@ Message = dict[str, Any]
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "setup": ("setup",),
     "initialise": (),
-    "load_checkpoint": ("path",),
+    "load_checkpoint": ("path", "owned"),
     "load_state": ("parts",),
     "own": ("experts",),
     "train": ("round", "steps", "go_on", "global_tokens", "contributors"),
@@ -32,8 +33,12 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "checkpoint": ("round", "global_tokens", "contributors", "versions"),
     "stop": (),
 }
+OUT_OF_MEMORY = 4  # the trainer's exit code
 BEFORE_SETUP = ("setup", "halt", "stop")  # these need no trainer
-_SETUP = ("config", "peer_id", "store", "device", "owned", "data", "frozen")
+_SETUP = ("config", "peer_id", "store", "device", "owned", "data", "layout")
+
+
+PLAIN = Layout(k=0, rows=0, frozen="fp32")  # 0 rows: the whole batch at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +52,7 @@ class TrainerSetup:
     owned: tuple[int, ...] = ()
     data: Mapping[str, str] = field(default_factory=dict)
     tokenizer: Path | None = None
-    frozen: str = "fp32"
+    layout: Layout = PLAIN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +100,7 @@ def parse_setup(given: Mapping[str, Any]) -> TrainerSetup:
         owned=tuple(given["owned"]),
         data=given["data"],
         tokenizer=Path(given["tokenizer"]) if given.get("tokenizer") else None,
-        frozen=given["frozen"],
+        layout=from_tree(Layout, given["layout"]),
     )
 
 

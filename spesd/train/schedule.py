@@ -1,12 +1,12 @@
-"""Learning rate and merging strength over the swarm's progress.
+"""Learning rate, merging strength and balance over the swarm's progress.
 
-Decides both as functions of the tokens that the whole swarm has trained on. It never looks at a
+Decides them as functions of the tokens that the whole swarm has trained on. It never looks at a
 peer's own uptime or step count: a joiner takes the progress with the state and is where all are.
 """
 
 import math
 
-from spesd.config import MergingConfig, OptimizerConfig, ScheduleConfig
+from spesd.config import LossConfig, MergingConfig, OptimizerConfig, ScheduleConfig
 
 
 def learning_rate(tokens: int, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> float:
@@ -29,3 +29,14 @@ def learning_rate(tokens: int, optimizer: OptimizerConfig, schedule: ScheduleCon
 def merging_alpha(tokens: int, merging: MergingConfig) -> float:
     """Return expert merging's alpha after `tokens` tokens: linear to 0 at `decay_tokens`."""
     return merging.alpha * max(0.0, 1.0 - tokens / merging.decay_tokens)
+
+
+def owned_balance(tokens: int, loss: LossConfig) -> float:
+    """Return what owned experts count in the balance loss after `tokens` tokens of the swarm.
+
+    Linear from `owned_balance` to 1 at `owned_balance_tokens` (SPES, the decayed balance loss).
+    """
+    if loss.owned_balance == 1.0:
+        return 1.0
+    done = min(1.0, tokens / loss.owned_balance_tokens)
+    return loss.owned_balance + (1.0 - loss.owned_balance) * done

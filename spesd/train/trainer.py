@@ -23,16 +23,16 @@ from spesd.data.tokenizer import load_tokenizer
 from spesd.errors import DamagedState, ProtocolViolation, Unavailable
 from spesd.ids import SHARED, all_parts, expert_part, part_expert
 from spesd.model.loss import LossOutput
-from spesd.model.partition import expert_layers, load_part, part_shapes, parts
+from spesd.model.partition import expert_layers, load_part, part_shapes, part_values
 from spesd.model.transformer import MoETransformer
 from spesd.swarm.records import StatePart
 from spesd.train.merge import aggregate, check_finite, merge_experts, to_wire, weights
 from spesd.train.optimizer import PeerOptimizer
 from spesd.train.protocol import StepResult, TrainerSetup
-from spesd.train.schedule import learning_rate, merging_alpha
+from spesd.train.schedule import learning_rate, merging_alpha, owned_balance
 
 Versions = Mapping[str, Sequence[int]]  # (round, term) by part
-_FROZEN = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_FROZEN = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 class Trainer:
@@ -46,10 +46,13 @@ class Trainer:
         self.stream = TextStream(
             config.data, tokenizer, seed=config.seed, peer_id=setup.peer_id, paths=setup.data
         )
-        self.model = MoETransformer(config.model, frozen_dtype=_FROZEN[setup.frozen])
+        layout = setup.layout
+        self.model = MoETransformer(
+            config.model, frozen_dtype=_FROZEN[layout.frozen], recompute=layout.recompute
+        )
         self.model.to(self.device)
         self.model.set_owned(setup.owned)
-        self.optimizer = PeerOptimizer(self.model, config.optimizer)
+        self.optimizer = PeerOptimizer(self.model, config.optimizer, moments8=layout.moments8)
         self.shapes = part_shapes(config.model)
         self.ready = False  # weights are a state of the run, whole
         self.steps = self.tokens = 0
@@ -66,13 +69,17 @@ class Trainer:
         self._clean.clear()
         self.ready = True
 
-    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Go on exactly where a checkpoint of ours was made."""
+    def load_checkpoint(self, checkpoint: Checkpoint, owned: Sequence[int] | None = None) -> None:
+        """Go on exactly where a checkpoint of ours was made.
+
+        `owned`: to own only these of its experts, where memory has become less.
+        """
         for moments in checkpoint.moments:  # verified before anything changes
             files.read_tensors(self.bundle(moments.digest), moments.digest)
         # owned first: experts that are still frozen would be loaded in the precision of the frozen
-        if set(checkpoint.owned) != self.model.owned:
-            self.set_owned(checkpoint.owned)
+        wanted = checkpoint.owned if owned is None else owned
+        if set(wanted) != self.model.owned:
+            self.set_owned(wanted)
         self._load({p.part: (self.bundle(p.digest), p.digest) for p in checkpoint.parts})
         self.ready = False
         for moments in checkpoint.moments:
@@ -131,17 +138,14 @@ class Trainer:
         self.step_in_round += 1
         # counted with this step: at 0 tokens the warm-up's rate is 0, and a step would be lost
         lr = learning_rate(self.progress(), self.config.optimizer, self.config.schedule)
-        out = self._forward(inputs, targets)
-        loss = float(out.cross_entropy.detach())
-        if not math.isfinite(float(out.total.detach())):
+        loss, total, routed = self._gradients(inputs, targets)
+        if not math.isfinite(total):
             self.model.zero_grad(set_to_none=True)
             return StepResult(loss=None, tokens=0, reason="the loss is not finite")
-        out.total.backward()  # type: ignore[no-untyped-call]
         norm = self.optimizer.step(lr)
         if not math.isfinite(norm):
             return StepResult(loss=None, tokens=0, reason="a gradient is not finite")
-        routed = out.tokens_per_expert_E.tolist()
-        trained = {SHARED: tokens, **{expert_part(e): int(routed[e]) for e in self.model.owned}}
+        trained = {SHARED: tokens, **{expert_part(e): routed[e] for e in self.model.owned}}
         for part in trained:
             self._clean.pop(part, None)
         self._trained.update(trained)
@@ -164,9 +168,34 @@ class Trainer:
         self.val_loss = sum(losses) / len(losses)
         return self.val_loss
 
-    def _forward(self, inputs: np.ndarray, targets: np.ndarray) -> LossOutput:
+    def _gradients(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[float, float, list[int]]:
+        """Add up the gradients of a batch [B, T], a micro-batch of rows at a time.
+
+        Returns the mean cross-entropy, the mean total loss (NaN: stopped at the first micro-batch
+        that is not finite) and the token-slots of each expert. The balance and z-losses are means
+        over micro-batches.
+        """
+        batch = inputs.shape[0]
+        rows = min(self.setup.layout.rows or batch, batch)
+        balance = owned_balance(self.global_tokens, self.config.loss)
+        loss = total = 0.0
+        routed = torch.zeros(self.config.model.n_experts, dtype=torch.int64)
+        for row in range(0, batch, rows):
+            piece = slice(row, row + rows)
+            out = self._forward(inputs[piece], targets[piece], balance)
+            share = inputs[piece].shape[0] / batch
+            if not math.isfinite(float(out.total.detach())):
+                return math.nan, math.nan, []
+            (out.total if share == 1.0 else out.total * share).backward()
+            loss += share * float(out.cross_entropy)
+            total += share * float(out.total.detach())
+            routed += out.tokens_per_expert_E.cpu()
+        return loss, total, routed.tolist()
+
+    def _forward(self, inputs: np.ndarray, targets: np.ndarray, balance: float = 1.0) -> LossOutput:
         ids_BT, targets_BT = (torch.from_numpy(a).to(self.device) for a in (inputs, targets))
-        return self.model.loss(ids_BT, targets_BT, self.config.loss)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.setup.layout.half):
+            return self.model.loss(ids_BT, targets_BT, self.config.loss, owned_balance=balance)
 
     # --- the round's exchange ---------------------------------------------------------------
 
@@ -174,9 +203,9 @@ class Trainer:
         """Write what we trained in wire format; return its parts, and what was kept back."""
         offered, refused = [], []
         self._sent = {}
-        named = parts(self.model)
         for part in self.optimizer.trained_parts:
-            sent = {n: to_wire(p.detach(), self.config.round.wire).cpu() for n, p in named[part]}
+            held = part_values(self.model, part)
+            sent = {n: to_wire(t, self.config.round.wire).cpu() for n, t in held.items()}
             if bad := check_finite(sent) or files.too_large(sent):
                 refused.append(f"{part}: {bad}")
                 continue
@@ -198,14 +227,14 @@ class Trainer:
                 continue
             self._take(part, entry["own_tokens"], inputs)
             if len(entry["inputs"]) == 1:
-                self._remember(part, entry["inputs"][0], inputs[0][1])
+                self._remember(part, entry["inputs"][0])
             merged.append(part)
         self._sent = {}
         return {"rejected": rejected, "merged": merged, "draws": self._merge_experts(number)}
 
     def _take(self, part: str, own_tokens: int | None, inputs: Sequence[Any]) -> None:
         """Aggregate inputs [(tokens, tensors)] with what we sent, or else adopt their aggregate."""
-        held = {name: parameter.detach() for name, parameter in parts(self.model)[part]}
+        held = part_values(self.model, part)
         base = self._sent.get(part) if own_tokens is not None else None
         if own_tokens is None or base is None:
             (own_tokens, base), *inputs = inputs
@@ -219,11 +248,13 @@ class Trainer:
         load_part(self.model, part, taken)
         self._clean.pop(part, None)
 
-    def _remember(self, part: str, source: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Serve an adopted expert from the very bundle that came, where it is held as it came."""
-        frozen = _FROZEN[self.setup.frozen]
-        foreign = part_expert(part) not in (None, *self.model.owned)
-        if foreign and all(t.dtype == frozen for t in tensors.values()):
+    def _remember(self, part: str, source: Mapping[str, Any]) -> None:
+        """Save and serve an adopted expert as the very bundle that came.
+
+        What is held here may be rounded further (bf16, int8); loading the bundle again rounds it
+        to the same bits, and others get what the owner made.
+        """
+        if part_expert(part) not in (None, *self.model.owned):
             self._clean[part] = (source["digest"], Path(source["path"]).stat().st_size)
 
     def _merge_experts(self, number: int) -> list[dict[str, list[int]]] | None:
@@ -248,11 +279,10 @@ class Trainer:
 
         DamagedState if a part is not finite: loading refuses it, so it must not be the newest.
         """
-        named = parts(self.model)
         held = []
         for part in all_parts(self.config.model.n_experts):
             if part not in self._clean or not self.bundle(self._clean[part][0]).exists():
-                tensors = {n: p.detach() for n, p in named[part]}
+                tensors = part_values(self.model, part)
                 if bad := check_finite(tensors):
                     raise DamagedState(f"{part} cannot be saved: {bad}")
                 self._clean[part] = files.write_bundle(self.store.bundles, tensors)

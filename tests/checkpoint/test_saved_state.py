@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.tiny import make_trainer, tiny_config
-from safetensors.torch import load_file
 
 from spesd.checkpoint.bundle import write_bundle
 from spesd.errors import DamagedState
+from spesd.memory import Layout
 from spesd.train.protocol import TrainerSetup
 from spesd.train.trainer import Trainer
 
@@ -30,26 +30,36 @@ def adopted(part: str, own_tokens: int | None, folder: Path, made: dict[str, Any
     return [{"part": part, "own_tokens": own_tokens, "inputs": inputs}]
 
 
-def test_an_expert_adopted_wider_than_it_is_held_is_saved_as_it_is_held(tmp_path: Path) -> None:
-    """The bundle that came would load other weights than those that were trained with."""
-    config = tiny_config(round={"wire": "bf16"})
+@pytest.mark.parametrize("frozen", ["bf16", "int8"])
+def test_an_adopted_expert_is_saved_as_it_came_and_loads_to_the_same_bits(
+    tmp_path: Path, frozen: str
+) -> None:
+    """It is held less precisely than it came, but others are served what the owner made."""
     setup = TrainerSetup(
-        config=config, peer_id="a", store=tmp_path / "a", owned=(0,), frozen="bf16"
+        config=tiny_config(),
+        peer_id="a",
+        store=tmp_path / "a",
+        owned=(0,),
+        layout=Layout(k=1, rows=0, frozen=frozen),
     )
     trainer = Trainer(setup)
     trainer.initialise()
-    wide = {n: torch.full(s, 1.0 + 2**-12) for n, s in trainer.shapes["expert-1"].items()}
-    trainer.merge(1, adopted("expert-1", None, trainer.store.bundles, {"b": wide}))
-    path = trainer.checkpoint(1, 0, 1, {})
-    held = {p.part: p.digest for p in trainer.store.read(path).parts}
-    saved = load_file(trainer.bundle(held["expert-1"]))
-    assert {t.dtype for t in saved.values()} == {torch.bfloat16}
-    narrow = {n: t.bfloat16() for n, t in wide.items()}
-    second = {n: narrow[n.replace("experts.2", "experts.1")] for n in trainer.shapes["expert-2"]}
-    plan = adopted("expert-2", None, trainer.store.bundles, {"b": second})
-    trainer.merge(2, plan)
-    held = {p.part: p.digest for p in trainer.store.read(trainer.checkpoint(2, 0, 1, {})).parts}
-    assert held["expert-2"] == plan[0]["inputs"][0]["digest"]  # as it came: not written again
+    generator = torch.Generator().manual_seed(0)
+    wide = {n: torch.randn(s, generator=generator) for n, s in trainer.shapes["expert-1"].items()}
+    plan = adopted("expert-1", None, trainer.store.bundles, {"b": wide})
+    trainer.merge(1, plan)
+    trainer.step()
+    checkpoint = trainer.store.read(trainer.checkpoint(1, 0, 1, {}))
+    saved = {p.part: p.digest for p in checkpoint.parts}
+    assert saved["expert-1"] == plan[0]["inputs"][0]["digest"]
+    again = Trainer(setup)
+    again.load_checkpoint(checkpoint)
+    assert_same = 0
+    for name, values in trainer.model.named_parameters():
+        assert torch.equal(again.model.get_parameter(name), values), name
+        assert_same += 1
+    assert assert_same > 20
+    assert trainer.step().loss == again.step().loss
 
 
 def test_damaged_moments_are_found_before_anything_changes(tmp_path: Path) -> None:

@@ -8,7 +8,16 @@ import torch
 import torch.nn.functional as F
 
 from spesd.config import ModelConfig
-from spesd.model.moe import Expert, Router, Routing, SortedExperts, run_experts
+from spesd.model.moe import (
+    Expert,
+    Layout,
+    Router,
+    Routing,
+    SortedExperts,
+    run_experts,
+    to_int8_rows,
+    widen,
+)
 
 T, D, E, K, FFN = 23, 6, 5, 2, 7
 
@@ -43,7 +52,11 @@ def sorted_experts(x_TD, weight_TK, expert_TK, experts):
     order = torch.argsort(expert_TK.flatten(), stable=True)
     counts = torch.bincount(expert_TK.flatten(), minlength=E).tolist()
     return SortedExperts.apply(
-        x_TD, weight_TK, order, counts, *(w for pair in experts for w in pair)
+        x_TD,
+        weight_TK,
+        order,
+        Layout(counts, [None] * 2 * E, False),
+        *(w for pair in experts for w in pair),
     )
 
 
@@ -180,3 +193,59 @@ def test_the_router_takes_the_largest_softmax_values(normalise):
         torch.testing.assert_close(routing.weight_TK[t], expected)
     assert int(routing.tokens_E.sum()) == T * K
     assert routing.tokens_E.tolist() == [int((routing.expert_TK == e).sum()) for e in range(E)]
+
+
+def test_recomputing_gives_the_same_bits():
+    experts = [Expert(8, 12) for _ in range(4)]
+    results = []
+    for recompute in (False, True):
+        for e, expert in enumerate(experts):
+            for i, weight in enumerate(expert.parameters()):
+                weight.data.normal_(generator=torch.Generator().manual_seed(10 * e + i))
+                weight.grad = None
+        x_TD = torch.randn(20, 8, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        router = Router(ModelConfig(d_model=8, n_experts=4))
+        router.weight.data.normal_(generator=torch.Generator().manual_seed(4))
+        out_TD = run_experts(x_TD, router(x_TD), experts, recompute=recompute)
+        out_TD.square().sum().backward()
+        weights = [w.grad for expert in experts for w in expert.parameters()]
+        results.append([out_TD.detach(), x_TD.grad, router.weight.grad, *weights])
+    for kept, recomputed in zip(*results, strict=True):
+        assert torch.equal(kept, recomputed)
+
+
+def test_int8_rows_are_close_and_rounding_them_again_changes_nothing():
+    values = torch.randn(50, 300, generator=torch.Generator().manual_seed(0)) * 0.02
+    values[7] = 0.0
+    values[8] *= 1e-4
+    whole, scale = to_int8_rows(values)
+    wide = widen(whole, scale, None)
+    assert whole.dtype == torch.int8 and wide.dtype == torch.float32
+    assert ((wide - values).abs() <= 0.51 * scale).all()
+    assert torch.equal(wide[7], torch.zeros(300))
+    again, same_scale = to_int8_rows(wide)
+    assert torch.equal(again, whole)
+    assert torch.equal(widen(again, same_scale, None), wide)
+
+
+def test_int8_experts_compute_as_their_widened_values():
+    exact, held = Expert(8, 12), Expert(8, 12)
+    for name in ("w1", "w2"):
+        values = torch.randn(getattr(held, name).shape, generator=torch.Generator().manual_seed(1))
+        held.put(name, values)
+    held.freeze(torch.int8)
+    for name in ("w1", "w2"):
+        exact.put(name, held.dense(name))
+    exact.freeze(torch.float32)
+    x_TD = torch.randn(20, 8, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    expert_TK = torch.zeros(20, 1, dtype=torch.int64)
+    routing = Routing(torch.zeros(20, 1), torch.ones(20, 1), expert_TK, torch.tensor([20]))
+    grads = []
+    for expert in (held, exact):
+        x_TD.grad = None
+        run_experts(x_TD, routing, [expert]).square().sum().backward()
+        grads.append(x_TD.grad.clone())
+    assert torch.equal(*grads) and grads[0].abs().max() > 0
+    held.own()
+    assert held.w1.dtype == torch.float32 and held.w1_scale is None
+    assert torch.equal(held.w1, exact.w1)

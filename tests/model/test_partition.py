@@ -91,7 +91,7 @@ def test_a_part_is_loaded_whole_or_not_at_all():
 
 def test_expert_layers_share_memory_with_the_model():
     model = make_model()
-    layers = expert_layers(model)
+    layers = list(expert_layers(model))
     assert (len(layers), len(layers[0])) == (3, 12)
     layers[2][7][1].fill_(5.0)
     assert float(model.get_parameter("layers.2.experts.7.w2").detach().mean()) == 5.0

@@ -14,6 +14,8 @@ import pytest
 from helpers.swarm import wait_for
 from helpers.tiny import tiny_config
 
+from spesd.train.protocol import OUT_OF_MEMORY
+
 COMMAND = [sys.executable, "-m", "spesd.train.child"]
 
 
@@ -82,7 +84,8 @@ def close(talk: Talk) -> None:
 def setup(store: Path, device: str = "cpu") -> dict[str, Any]:
     return {
         "config": tiny_config().canonical().decode(), "peer_id": "a", "device": device,
-        "owned": [0, 1, 2, 3], "store": str(store), "data": {}, "tokenizer": "", "frozen": "fp32",
+        "owned": [0, 1, 2, 3], "store": str(store), "data": {}, "tokenizer": "",
+        "layout": {"k": 4, "rows": 0, "frozen": "fp32"},
         "threads": 1, "nice": 0,
     }  # fmt: skip
 
@@ -102,8 +105,8 @@ def test_a_round_over_the_pipes(talk: Talk, tmp_path: Path) -> None:
     assert 0 < talk.send("evaluate")["val_loss"] < 6
     saved = talk.send("checkpoint", round=1, global_tokens=384, contributors=1, versions={})
     assert Path(saved["path"]).exists()
-    assert talk.send("load_checkpoint", path=saved["path"])["steps"] == 3
-    broken = talk.send("load_checkpoint", path=str(tmp_path / "none.json"))
+    assert talk.send("load_checkpoint", path=saved["path"], owned=[0, 1, 2, 3])["steps"] == 3
+    broken = talk.send("load_checkpoint", path=str(tmp_path / "none.json"), owned=[])
     assert (broken["ok"], broken["kind"]) == (False, "damaged")
     assert talk.process.stdin is not None
     talk.process.stdin.close()
@@ -186,7 +189,7 @@ def test_nothing_trains_before_there_is_a_state(talk: Talk, tmp_path: Path) -> N
     start = {"round": 1, "steps": 1, "go_on": False, "global_tokens": 0, "contributors": 1}
     reply = talk.send("train", **start)
     assert (reply["ok"], reply["kind"]) == (False, "usage")
-    assert talk.send("load_checkpoint", path=str(tmp_path / "none"))["kind"] == "damaged"
+    assert talk.send("load_checkpoint", path=str(tmp_path / "none"), owned=[])["kind"] == "damaged"
     assert talk.send("train", **start)["ok"] is False
     talk.send("initialise")
     assert talk.send("train", **start)["ok"]
@@ -225,7 +228,7 @@ def test_out_of_memory_ends_it_with_its_own_exit_code(fault: str) -> None:
     with talking(halt_as(f"raise {fault}")) as talk:
         reply = talk.send("halt")
         assert (reply["ok"], reply["kind"]) == (False, "crash") and "memory" in reply["error"]
-        assert talk.process.wait(10) == 3
+        assert talk.process.wait(10) == OUT_OF_MEMORY
 
 
 def test_out_of_memory_in_a_step_ends_it_so_too(tmp_path: Path) -> None:
@@ -234,7 +237,7 @@ def test_out_of_memory_in_a_step_ends_it_so_too(tmp_path: Path) -> None:
         talk.send("setup", setup=setup(tmp_path))
         talk.send("initialise")
         talk.send("train", round=1, steps=9, go_on=True, global_tokens=0, contributors=1)
-        assert talk.process.wait(10) == 3
+        assert talk.process.wait(10) == OUT_OF_MEMORY
 
 
 def test_an_interrupt_from_the_keyboard_is_the_daemons_affair(talk: Talk) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spesd.config import LossConfig, ModelConfig
-from spesd.memory import count_parameters, head_chunk_rows, largest_k, plan
+from spesd.memory import Layout, count_parameters, head_chunk_rows, largest_k, plan
 from spesd.model.transformer import MoETransformer
 
 MIB = 2**20
@@ -16,11 +16,11 @@ M41 = ModelConfig(
     vocab_size=4096, d_model=256, n_layers=6, n_heads=4, n_kv_heads=4, head_dim=64, ffn=512,
     n_experts=16, top_k=2,
 )  # fmt: skip
-TOKENS = 2048  # a step of the measurements: 8 sequences of 256
 
 
-def planned(k, frozen="fp32", model=M41, device="cpu"):
-    return plan(model, tokens_per_step=TOKENS, k=k, frozen=frozen, device=device)
+def planned(k, frozen="fp32", model=M41, device="cpu", **layout):
+    held = Layout(k=k, frozen=frozen, **({"rows": 8} | layout))
+    return plan(model, seq_len=256, batch_size=8, layout=held, device=device)
 
 
 # k, frozen: weights, gradients and Adam in MiB, as the 41M model was measured
@@ -38,7 +38,7 @@ def test_weights_gradients_and_moments_are_those_measured(k, frozen, weights, gr
     total = found.frozen_weights + found.trained_weights
     assert total / MIB == pytest.approx(weights, rel=0.05)
     assert found.gradients / MIB == pytest.approx(gradients, rel=0.05)
-    assert found.adam / MIB == pytest.approx(adam, rel=0.05)
+    assert found.moments / MIB == pytest.approx(adam, rel=0.05)
 
 
 # Peak resident size of three steps above that of a process that had run a one-layer model, every
@@ -62,11 +62,12 @@ def test_the_peak_is_that_measured(k, frozen, peak):
         {"top_k": 3, "ffn": 200, "tie_embeddings": True},
     ],
 )
-def test_activations_are_what_autograd_keeps(changes):
+@pytest.mark.parametrize("recompute", ["none", "experts"])
+def test_activations_are_what_autograd_keeps(changes, recompute):
     config = dataclasses.replace(
         ModelConfig(vocab_size=500, n_layers=3, ffn=128), **changes
     )  # fmt: skip
-    model = MoETransformer(config)
+    model = MoETransformer(config, recompute=recompute)
     model.init_weights(0)
     model.set_owned([0])
     ids = torch.randint(0, 500, (4, 129), generator=torch.Generator().manual_seed(0))
@@ -81,7 +82,8 @@ def test_activations_are_what_autograd_keeps(changes):
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     measured = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in weights)
     measured -= 4 * config.vocab_size * config.d_model  # the output matrix's gradient: `logits`
-    found = plan(config, tokens_per_step=512, k=1, frozen="fp32", device="cpu")
+    held = Layout(k=1, rows=4, frozen="fp32", recompute=recompute)
+    found = plan(config, seq_len=128, batch_size=4, layout=held, device="cpu")
     assert found.activations == pytest.approx(measured, rel=0.02)
     assert out.total.requires_grad
 
@@ -116,12 +118,14 @@ def test_active_parameters_of_the_reference_models():
 
 
 def test_the_largest_k_fits_and_the_next_does_not():
-    ask = {"tokens_per_step": TOKENS, "frozen": "bf16", "device": "cuda"}
+    ask = {"seq_len": 256, "batch_size": 8, "device": "cuda"}
+    held = Layout(k=0, rows=8)
     for budget, expected in ((1_200_000_000, 1), (1_300_000_000, 5), (1_400_000_000, 9)):
-        assert largest_k(M41, budget_bytes=budget, **ask) == expected
-        assert plan(M41, k=expected, **ask).peak <= budget < plan(M41, k=expected + 1, **ask).peak
-    assert largest_k(M41, budget_bytes=10**12, **ask) == 16
-    assert largest_k(M41, budget_bytes=1_190_000_000, **ask) is None
+        assert largest_k(M41, layout=held, budget_bytes=budget, **ask) == expected
+        peaks = [planned(k, "bf16", device="cuda").peak for k in (expected, expected + 1)]
+        assert peaks[0] <= budget < peaks[1]
+    assert largest_k(M41, layout=held, budget_bytes=10**12, **ask) == 16
+    assert largest_k(M41, layout=held, budget_bytes=1_190_000_000, **ask) is None
 
 
 def test_memory_grows_with_k_and_shrinks_with_bf16():

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from spesd.config import MergingConfig, OptimizerConfig, ScheduleConfig
-from spesd.train.schedule import learning_rate, merging_alpha
+from spesd.config import LossConfig, MergingConfig, OptimizerConfig, ScheduleConfig
+from spesd.train.schedule import learning_rate, merging_alpha, owned_balance
 
 PEAK = OptimizerConfig(lr=4e-4)
 
@@ -46,3 +46,10 @@ def test_alpha_falls_linearly_and_never_below_zero():
     values = [merging_alpha(t, merging) for t in (0, 250, 1000, 10**9)]
     assert values == pytest.approx([0.2, 0.15, 0.0, 0.0])
     assert min(values) >= 0.0
+
+
+def test_own_experts_come_to_count_as_all_others():
+    loss = LossConfig(owned_balance=0.7, owned_balance_tokens=1000)
+    values = [owned_balance(t, loss) for t in (0, 500, 1000, 10**9)]
+    assert values == pytest.approx([0.7, 0.85, 1.0, 1.0])
+    assert owned_balance(0, LossConfig()) == 1.0
