@@ -61,7 +61,8 @@ def plan_again(
     run: RunConfig, config: PeerConfig, layout: Layout, budget: int
 ) -> tuple[Layout, int]:
     """Return a leaner layout after memory ran out, and the bytes that it was planned into."""
-    less = int(LESS * min(budget, _peak(run, layout, config)))
+    fixed = memory_plan(run, layout, config.device).overhead
+    less = fixed + int(LESS * (min(budget, _peak(run, layout, config)) - fixed))
     found = choose(run, config, less, min(config.own or run.swarm.experts_per_peer, layout.k))
     leanest = min(_with_k(run, config, 1), key=lambda one: _peak(run, one, config))
     return found or leanest, less

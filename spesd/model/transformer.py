@@ -172,7 +172,9 @@ class MoETransformer(nn.Module):
             raise ValueError(f"no such experts: {sorted(strangers)}")
         self.owned = frozenset(experts)
         self.zero_grad(set_to_none=True)
-        self.requires_grad_(True)
+        for parameter in self.parameters():
+            if parameter.is_floating_point():  # int8 is for frozen experts alone
+                parameter.requires_grad_(True)
         for block in self.blocks():
             for index, expert in enumerate(block.each_expert()):
                 if index in self.owned:

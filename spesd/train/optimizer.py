@@ -70,6 +70,17 @@ class PeerOptimizer:
         """The parts with moments here: the shared parameters and the owned experts."""
         return list(self._members)
 
+    @property
+    def moment_bytes(self) -> int:
+        """What the optimizer's state takes."""
+        return sum(
+            tensor.nbytes
+            for members in self._members.values()
+            for parameter in members.values()
+            for tensor in self._adam.state[parameter].values()
+            if isinstance(tensor, Tensor)
+        )
+
     def state_of(self, part: str) -> dict[str, Tensor]:
         """Copy a part's moments: `NAME.exp_avg`, `NAME.exp_avg_sq` (fp32), `NAME.step` (fp32, []).
 

@@ -227,3 +227,18 @@ def test_training_learns_a_repeating_text():
         out.total.backward()
         optimizer.step()
     assert float(out.cross_entropy) < 0.1
+
+
+def test_ownership_moves_where_others_experts_are_int8():
+    model = make_model(frozen_dtype=torch.int8)
+    before = {name: model.dense(name).clone() for name, _ in model.named_parameters()}
+    for owned in ([2], [2, 3], [0], [0]):
+        model.set_owned(owned)
+    ids, targets = make_batch()
+    model.loss(ids, targets, LossConfig()).total.backward()
+    for name, parameter in model.named_parameters():
+        part = part_of(name)
+        assert (parameter.grad is not None) == (part in ("shared", "expert-0"))
+        assert (parameter.dtype == torch.int8) == (part not in ("shared", "expert-0"))
+        step = before[name].abs().amax() / 127
+        assert (model.dense(name) - before[name]).abs().max() <= (0 if part == "shared" else step)

@@ -17,8 +17,8 @@ TINY = ModelConfig(
 CONFIG = OptimizerConfig(lr=1e-2, grad_clip=0.5, weight_decay=0.1)
 
 
-def make_model(owned=(0, 1, 2), **kwargs):
-    model = MoETransformer(TINY, **kwargs)
+def make_model(owned=(0, 1, 2), config=TINY, **kwargs):
+    model = MoETransformer(config, **kwargs)
     model.init_weights(1)
     model.set_owned(owned)
     return model
@@ -193,3 +193,29 @@ def test_impossible_state_is_refused_whole():
         assert same(optimizer.state_of("expert-0"), good)
     with pytest.raises(KeyError):
         optimizer.load_state_of("expert-5", good)
+
+
+def test_moments_in_8_bits_learn_and_move_to_a_peer_that_keeps_them_in_fp32():
+    pytest.importorskip("bitsandbytes")
+    wide = dataclasses.replace(TINY, d_model=128, ffn=64)  # the library keeps small tensors as fp32
+    losses = {}
+    for name, small in (("fp32", False), ("int8", True)):
+        model = make_model(config=wide)
+        optimizer = PeerOptimizer(model, CONFIG, moments8=small)
+        train(model, optimizer, [0] * 20)
+        ids = torch.randint(0, 61, (3, 17), generator=torch.Generator().manual_seed(0))
+        losses[name] = float(model.loss(ids[:, :-1], ids[:, 1:], LossConfig()).cross_entropy)
+        state = optimizer.state_of("shared")
+        other = PeerOptimizer(make_model(config=wide), CONFIG, moments8=not small)
+        other.load_state_of("shared", state)
+        for key, values in other.state_of("shared").items():
+            scale = values.abs().max().clamp_min(1e-12)
+            assert ((values - state[key]).abs() / scale).max() < 0.02, key
+        again = PeerOptimizer(make_model(config=wide), CONFIG, moments8=small)
+        again.load_state_of("shared", state)
+        for key, values in again.state_of("shared").items():
+            scale = values.abs().max().clamp_min(1e-12)
+            assert ((values - state[key]).abs() / scale).max() < (0.01 if small else 1e-9), key
+        assert (optimizer.moment_bytes < 0.5 * other.moment_bytes) is small
+    assert losses["fp32"] < 3.5  # from 4.1
+    assert losses["int8"] == pytest.approx(losses["fp32"], abs=0.05)
