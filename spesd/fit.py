@@ -7,6 +7,7 @@ arithmetic alone (`memory`). What the user fixed in peer.toml stays as it is.
 from dataclasses import replace
 
 from spesd.config import RunConfig
+from spesd.errors import UsageError
 from spesd.memory import Device, Layout, MemoryPlan, Recompute, Storage, largest_k, plan
 from spesd.peerconfig import PeerConfig
 
@@ -60,6 +61,14 @@ def choose(run: RunConfig, peer: PeerConfig, budget_bytes: int, wanted: int = 0)
         if best is None or fits > best.k:
             best = replace(layout, k=fits)
     return best
+
+
+def refuse_too_many(run: RunConfig, own: int) -> None:
+    """Refuse to own more experts than there are."""
+    if own > run.model.n_experts:
+        raise UsageError(
+            f"--own {own} is more than the run's {run.model.n_experts} experts; lower it."
+        )
 
 
 def layouts(run: RunConfig, peer: PeerConfig) -> list[Layout]:

@@ -17,6 +17,7 @@ from spesd.errors import ConfigError, UsageError
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20,
           "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+_RATES = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +65,19 @@ def parse_bytes(text: str) -> int:
     if size <= 0:
         raise ConfigError(f"{text!r} is not above 0.")
     return size
+
+
+def parse_rate(text: str) -> int:
+    """Return the bits a second that a rate such as "20Mbit" means; ConfigError otherwise."""
+    match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)(?:/s)?\s*", text)
+    if match is None or (match[2] and match[2].lower() not in _RATES):
+        raise ConfigError(f"{text!r} is not a rate; write it like 20Mbit or 1Gbit.")
+    if not match[2]:
+        raise ConfigError(f"{text!r} has no unit; write it like {match[1]}Mbit.")
+    rate = int(float(match[1]) * _RATES[match[2].lower()])
+    if rate <= 0:
+        raise ConfigError(f"{text!r} is not above 0.")
+    return rate
 
 
 def profiles() -> dict[str, Path]:

@@ -125,12 +125,18 @@ def preset_names() -> list[str]:
     return list(_PRESETS)
 
 
-def preset_toml(name: str) -> str:
-    """Return a preset as a commented run.toml; UsageError for a name that is none."""
+def preset_toml(name: str, scale: float = 1.0) -> str:
+    """Return a preset as a commented run.toml; UsageError for a name or scale that is none.
+
+    With a scale below 1 it is the same architecture to try out: width, depth and expert width are
+    multiplied by it, and it trains on the built-in corpus in bytes.
+    """
     if name not in _PRESETS:
         raise UsageError(f"there is no preset {name!r}; there are {', '.join(_PRESETS)}.")
+    if not 0.0 < scale <= 1.0:
+        raise UsageError(f"--scale is {scale}: it lies above 0 and at most at 1.")
     defaults = dataclasses.asdict(RunConfig())
-    chosen = _PRESETS[name]
+    chosen = _PRESETS[name] if scale == 1.0 else _scaled(_PRESETS[name], scale)
     lines = [
         f"# A spesd run, preset {name}. Every setting is here with its value; a change of any of",
         "# them makes another run. Start it with: spesd start FILE",
@@ -155,6 +161,35 @@ def preset_toml(name: str) -> str:
                 filled = template | source
                 lines += [_line(f"data.sources.{k}", v) for k, v in filled.items()]
     return "\n".join(lines) + "\n"
+
+
+def _scaled(preset: dict[str, Any], scale: float) -> dict[str, Any]:
+    """Shrink a preset; experts, top-k, norms and the ratio of key/value heads stay."""
+    defaults = dataclasses.asdict(RunConfig())
+    model = defaults["model"] | preset.get("model", {})
+    group = model["n_heads"] // model["n_kv_heads"]
+    kv_heads = max(1, round(model["n_kv_heads"] * scale))
+    head_dim = max(8, 2 * round(model["head_dim"] * scale**0.5 / 2))
+    heads = kv_heads * group
+    small = {
+        "vocab_size": defaults["model"]["vocab_size"],
+        "d_model": heads * head_dim,
+        "n_layers": max(2, round(model["n_layers"] * scale)),
+        "n_heads": heads,
+        "n_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "ffn": max(16, 8 * round(model["ffn"] * scale / 8)),
+    }
+    return {
+        **preset,
+        "model": model | small,
+        "optimizer": {"lr": 3e-3},
+        "schedule": {"warmup_tokens": 20_000, "total_tokens": 20_000_000},
+        "round": {"local_steps": 20, "deadline_s": 30.0},
+        "merging": {**preset.get("merging", {}), "decay_tokens": 2_000_000},
+        "data": {},
+        "tokenizer": {},
+    }
 
 
 def _line(dotted: str, value: Any) -> str:

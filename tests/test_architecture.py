@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1] / "spesd"
-BASE = {"config", "configtree", "errors", "ids", "digest", "fit", "memory", "peerconfig", "presets"}
+BASE = {
+    "config", "configtree", "errors", "ids", "digest", "fit", "memory", "peerconfig", "plan",
+    "presets",
+}  # fmt: skip
 # each layer, and the layers that it may import besides itself and BASE
 MAY_IMPORT = {
     "cli": {"bench", "daemon", "train", "data", "checkpoint", "model", "net", "swarm"},

@@ -29,7 +29,19 @@ def test_the_options_are_few_and_pinned() -> None:
     }
     machine = ["--bootstrap", "--device", "--home", "--listen", "--own", "--profile", "--vram"]
     assert options == {
-        "new": ["--output", "--preset"],
+        "new": ["--output", "--preset", "--scale"],
+        "plan": [
+            "--device",
+            "--downlink",
+            "--home",
+            "--json",
+            "--own",
+            "--peers",
+            "--profile",
+            "--speed",
+            "--uplink",
+            "--vram",
+        ],
         "start": machine,
         "join": sorted([*machine, "--run"]),
         "status": ["--bootstrap", "--home", "--json", "--run", "--watch"],

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from helpers.tiny import make_trainer
 
 from spesd.config import RunConfig, run_config_from_toml
 from spesd.errors import UsageError
@@ -52,3 +53,26 @@ def test_every_setting_is_shown_once_with_its_comment() -> None:
 def test_an_unknown_preset_is_refused_with_the_names() -> None:
     with pytest.raises(UsageError, match="tiny, small, 1b, 2b, 7b, 9b"):
         preset_toml("huge")
+
+
+@pytest.mark.parametrize("name", ["1b", "2b", "7b", "9b"])
+def test_a_shrunken_preset_is_the_same_architecture_and_trains(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(preset_toml(name, 0.04))
+    run, whole = run_config_from_toml(path), preset(name, tmp_path)
+    for same in ("n_experts", "top_k", "qk_norm", "norm_topk_prob", "rope_theta"):
+        assert getattr(run.model, same) == getattr(whole.model, same), same
+    assert run.model.n_heads * whole.model.n_kv_heads == run.model.n_kv_heads * whole.model.n_heads
+    assert count_parameters(run.model).total < 4_000_000
+    trainer = make_trainer(run, tmp_path / "store", "a", (0, 1))
+    trainer.begin_round(1, 20_000, 1)
+    before = trainer.evaluate()
+    for _ in range(12):
+        assert trainer.step().loss is not None
+    assert before > 5.4 and trainer.evaluate() < before - 0.3
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, 1.5, float("nan")])
+def test_a_scale_that_is_none_is_refused(scale: float) -> None:
+    with pytest.raises(UsageError, match="--scale"):
+        preset_toml("1b", scale)

@@ -9,11 +9,11 @@ from spesd.daemon.home import write_atomically
 from spesd.errors import UsageError
 
 
-def write_preset(name: str, output: Path) -> None:
+def write_preset(name: str, output: Path, scale: float) -> None:
     """Write a preset's run.toml; never over a file that is there."""
     from spesd.presets import preset_toml
 
-    text = preset_toml(name)
+    text = preset_toml(name, scale)
     if output.exists():
         raise UsageError(f"{output} exists; choose another name or remove it.")
     if not output.parent.is_dir():

@@ -29,11 +29,14 @@ def cli() -> None:
 @cli.command()
 @click.option("--preset", required=True, help="tiny, small, 1b, 2b, 7b or 9b.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True)
-def new(preset: str, output: Path) -> None:
+@click.option(
+    "--scale", type=float, default=1.0, help="Below 1: the same shape, narrower and shallower."
+)
+def new(preset: str, output: Path, scale: float) -> None:
     """Write a commented run config."""
     from spesd.cli.files import write_preset
 
-    write_preset(preset, output)
+    write_preset(preset, output, scale)
     click.echo(f"spesd start {output}")
 
 
@@ -128,6 +131,25 @@ def bootstrap(bootstrap: tuple[str, ...], listen: tuple[str, ...], home: Path | 
     from spesd.cli.peer import run_bootstrap
 
     run_bootstrap(home=home, bootstrap=bootstrap, listen=listen)
+
+
+@cli.command()
+@click.argument("run_toml", type=click.Path(path_type=Path))
+@click.option("--profile", help="A class of machine (peers/profiles).")
+@click.option("--vram", metavar="SIZE", help="Memory to use, such as 8GB.")
+@click.option("--own", type=click.IntRange(min=1), help="Experts to own.")
+@click.option("--device", help="cuda:0, cpu, ...")
+@click.option("--uplink", metavar="RATE", help="Such as 20Mbit.")
+@click.option("--downlink", metavar="RATE", help="Such as 100Mbit.")
+@click.option("--peers", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--speed", type=click.FloatRange(min=1.0), help="Tokens a second of this machine.")
+@JSON
+@HOME
+def plan(run_toml: Path, as_json: bool, profile: str | None, **options: Any) -> None:
+    """Show the memory and traffic of a peer, before anything is downloaded."""
+    from spesd.cli.plan import show_plan
+
+    show_plan(run_toml, as_json=as_json, profile=profile, **options)
 
 
 @cli.command()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from spesd.config import RunConfig, check_coverable
 from spesd.errors import Unavailable, UsageError
-from spesd.fit import choose, layouts, memory_plan
+from spesd.fit import choose, layouts, memory_plan, refuse_too_many
 from spesd.memory import Layout, count_parameters
 from spesd.peerconfig import PeerConfig, parse_bytes
 
@@ -95,10 +95,7 @@ def check_disk(run: RunConfig, layout: Layout, folder: Path) -> None:
 
 def check_own(run: RunConfig, own: int) -> None:
     """Refuse an --own that the run cannot use."""
-    if own > run.model.n_experts:
-        raise UsageError(
-            f"--own {own} is more than the run's {run.model.n_experts} experts; lower it."
-        )
+    refuse_too_many(run, own)
     if run.swarm.min_peers == 1:
         return
     check_coverable(run, own)
