@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from net_nodes import LOOPBACK, FakeDaemon, Node, Start
+from helpers.nodes import LOOPBACK, FakeDaemon, Node, Start
 
 from spesd.net.node import Net, NetConfig
 

@@ -1,7 +1,7 @@
 """Calls between nodes: what they bring, and what strangers may not do with them."""
 
 import pytest
-from net_nodes import RUN, Start, answer_instead, offer, record
+from helpers.nodes import RUN, Start, answer_instead, offer, record
 
 from spesd.config import RunConfig
 from spesd.errors import ProtocolViolation, Unavailable

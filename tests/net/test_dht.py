@@ -6,7 +6,7 @@ import msgpack
 import pytest
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
-from net_nodes import RUN, Start, record
+from helpers.nodes import RUN, Start, record
 
 from spesd.errors import Unavailable
 from spesd.net import storage

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from net_nodes import RUN, Start, bundle, stream_instead
+from helpers.nodes import RUN, Start, bundle, stream_instead
 
 from spesd.digest import CHUNK_BYTES, chunk_digests
 from spesd.errors import ProtocolViolation, Unavailable

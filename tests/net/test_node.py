@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers.swarm import wait_for
-from net_nodes import LOOPBACK, RUN, FakeDaemon, Start, record
+from helpers.nodes import LOOPBACK, RUN, FakeDaemon, Start, record
 
 from spesd.errors import Unavailable, UsageError
 from spesd.net import calls, p2pd
@@ -127,8 +127,8 @@ async def test_a_start_that_fails_leaves_nothing(
 def test_p2pd_dies_with_a_killed_parent(tmp_path: Path) -> None:
     code = (
         "import asyncio, sys\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from net_nodes import *\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent.parent)!r})\n"
+        "from helpers.nodes import *\n"
         "from spesd.net.node import NetConfig\n"
         "async def main():\n"
         "    net = await Net.start(NetConfig(identity_path=None, listen=LOOPBACK), FakeDaemon())\n"

@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from net_nodes import Start
+from helpers.nodes import Start
 
 from spesd.net import runtime
 from spesd.net.runtime import PREFIX, RuntimeFolder, base_folder, sweep
