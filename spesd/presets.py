@@ -108,7 +108,7 @@ COMMENTS = {
     "data.seq_len": "tokens in a row",
     "data.batch_size": "rows in a step",
     "data.held_out": "share of the documents that nobody trains on",
-    "data.eval_batches": "held-out batches per evaluation",
+    "data.eval_batches": "held-out batches per evaluation, over all sources",
     "data.sources.kind": "builtin, text, jsonl, parquet or hub",
     "data.sources.path": "file, glob or hub name; each peer may say where it has it (peer.toml)",
     "data.sources.name": "how peer.toml refers to it",

@@ -50,6 +50,16 @@ def test_the_options_are_few_and_pinned() -> None:
         "resume": ["--home"],
         "bootstrap": ["--bootstrap", "--home", "--listen"],
         "generate": ["--prompt", "--seed", "--temperature", "--tokens", "--top-p"],
+        "eval": [
+            "--data",
+            "--device",
+            "--field",
+            "--json",
+            "--limit",
+            "--max-tokens",
+            "--task-path",
+            "--tasks",
+        ],
         "export": [],
     }
 

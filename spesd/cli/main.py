@@ -166,6 +166,23 @@ def generate(checkpoint: Path, prompt: str, tokens: int, **sampling: Any) -> Non
     print_sample(checkpoint, prompt, tokens, **sampling)
 
 
+@cli.command("eval")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--data", multiple=True, metavar="FILE|GLOB", help="Text or JSONL; repeatable.")
+@click.option("--field", default="text", show_default=True, help="Where a JSONL row has its text.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Of each text at most.")
+@click.option("--tasks", metavar="A,B", help="Tasks of the lm-evaluation-harness (spesd[eval]).")
+@click.option("--limit", type=click.IntRange(min=1), help="Examples of each task at most.")
+@click.option("--task-path", type=click.Path(path_type=Path), help="Folder of your own tasks.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda:0, ...")
+@JSON
+def evaluate(checkpoint: Path, **options: Any) -> None:
+    """Measure a checkpoint: perplexity on its held-out text or on yours, or scores on tasks."""
+    from spesd.cli import evaluate as command
+
+    command.evaluate(checkpoint, **options)
+
+
 @cli.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))

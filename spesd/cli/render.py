@@ -24,6 +24,9 @@ def render_status(tree: dict[str, Any]) -> str:
     if orphans:
         lines += ["", f"experts without an owner: {_owned(orphans)}"]
     me = tree.get("me")
+    if me and len(by_source := me.get("val_by_source", {})) > 1:
+        each = ", ".join(f"{name} {_number(loss)}" for name, loss in by_source.items())
+        lines += ["", f"held-out by source: {each}"]
     if me and me["rounds"]:
         last = me["rounds"][-1]
         seconds = ", ".join(f"{k} {v:.1f}" for k, v in last["seconds"].items())

@@ -328,6 +328,7 @@ class Daemon:
             "trainer_pid": peer.worker.pid,
             "addresses": list(peer.net.addresses),
             "clock_offset_s": round(peer.net.clock_offset, 3),
+            "val_by_source": peer.progress.val_by_source,
             "rounds": list(peer.rounds),
         }
         records = [*peer.roster.present(time.monotonic()), peer.record()]

@@ -191,8 +191,7 @@ class Effects:
         for offered in command.offers[0].parts:
             peer.round.versions[offered.part] = (command.round, offered.term)
         if command.round % peer.run.round.eval_every == 0:
-            evaluated = await peer.worker.call("evaluate")
-            peer.progress.val_loss = evaluated.get("val_loss")
+            peer.evaluated(command.round, await peer.worker.call("evaluate"))
         await self._settle_ownership()
         if command.round % peer.run.round.checkpoint_every == 0 or peer.state_wanted:
             await self.checkpoint(command.round)

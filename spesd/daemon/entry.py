@@ -57,15 +57,7 @@ class Entry:
             await self._meet()
             round_number = await Sync(peer, self.rng).run(fresh=self._initialise)
             if peer.progress.val_loss is None:
-                first = await peer.worker.call("evaluate")
-                peer.progress.val_loss = first.get("val_loss")
-                peer.journal.write(
-                    "evaluated",
-                    round=round_number - 1,
-                    tokens=peer.progress.tokens,
-                    global_tokens=peer.progress.global_tokens,
-                    val_loss=peer.progress.val_loss,
-                )
+                peer.evaluated(round_number - 1, await peer.worker.call("evaluate"))
             await self._take_seat(round_number)
         except WorkerLost as error:
             peer.journal.write("sync_failed", reason=str(error))

@@ -46,6 +46,7 @@ class Progress:
     done: bool = False
     loss: float | None = None
     val_loss: float | None = None
+    val_by_source: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass
@@ -119,6 +120,19 @@ class Peer:
         else:
             self.health.pop(topic, None)
         self.changed.set()
+
+    def evaluated(self, round_number: int, reply: dict[str, Any]) -> None:
+        """Take in and journal the held-out loss after the merge of `round_number`."""
+        p = self.progress
+        p.val_loss, p.val_by_source = reply.get("val_loss"), reply.get("val_by_source", {})
+        self.journal.write(
+            "evaluated",
+            round=round_number,
+            tokens=p.tokens,
+            global_tokens=p.global_tokens,
+            val_loss=p.val_loss,
+            val_by_source=p.val_by_source,
+        )
 
     def record(self) -> PeerRecord:
         """Return our heartbeat as of now."""

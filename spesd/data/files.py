@@ -91,7 +91,7 @@ def no_field(where: str, field: str, fields: list[str]) -> ConfigError:
     """Return the refusal of a source whose documents have no such field."""
     return ConfigError(
         f"{where} has no field {field!r}; its fields are {', '.join(sorted(fields))}: set "
-        "data.sources.field."
+        "data.sources.field, or --field of spesd eval."
     )
 
 

@@ -37,7 +37,7 @@ class HeldOut:
         self.config, self._seed = config, seed
         self._sources, self._loaded = sources, loaded
         self._only: str | None = None
-        self._batches: dict[int, list[Batch]] = {}
+        self._batches: dict[int, dict[str, list[Batch]]] = {}
         if not any(self._below(t) for t in self._searched()):
             self._only = min(self._searched(), key=self._hash, default=None)
             if self._only is None:
@@ -73,35 +73,36 @@ class HeldOut:
         # by hash, a short set is drawn from the whole source and not from its beginning
         return found if texts is None else iter(sorted(set(found), key=self._hash))
 
-    def _in_turn(self) -> Iterator[str]:
-        """Yield held-out documents, one from each source in turn."""
-        waiting = [self._held(d, t) for d, t in zip(self._sources, self._loaded, strict=True)]
-        while waiting:
-            for held in list(waiting):
-                text = next(held, None)
-                if text is None:
-                    waiting.remove(held)
-                else:
-                    yield text
+    def texts(self) -> dict[str, Iterator[str]]:
+        """Return the held-out documents of each source, by its name."""
+        pairs = zip(self._sources, self._loaded, strict=True)
+        return {d.source.name: self._held(d, t) for d, t in pairs}
 
-    def batches(self, count: int, tokenizer: Tokenizer) -> list[Batch]:
-        """Return at least one batch and at most `count`; a short set is repeated to fill one.
+    def batches(self, count: int, tokenizer: Tokenizer) -> dict[str, list[Batch]]:
+        """Return about `count` batches in all, by source: as many of each, the first ones more.
 
-        They are kept, because every evaluation asks for the same ones again.
+        Each source has at least one, even if that makes more than `count`; its held-out text is
+        repeated to fill that one. A source without any held-out document is left out. They are
+        kept, because every evaluation asks for the same ones again.
         """
         if count not in self._batches:
-            self._batches = {count: self._cut(max(count, 1), tokenizer)}
+            found = {}
+            for number, (name, texts) in enumerate(self.texts().items()):
+                share, more = divmod(count, len(self._sources))
+                if cut := self._cut(texts, max(share + (number < more), 1), tokenizer):
+                    found[name] = cut
+            self._batches = {count: found}
         return self._batches[count]
 
-    def _cut(self, count: int, tokenizer: Tokenizer) -> list[Batch]:
+    def _cut(self, texts: Iterator[str], count: int, tokenizer: Tokenizer) -> list[Batch]:
         rows, length = self.config.batch_size, self.config.seq_len
         size = rows * length
         tokens: list[int] = []
-        for text in self._in_turn():
+        for text in texts:
             tokens += [*tokenizer.encode(text), tokenizer.eos_id]
             if len(tokens) > count * size:
                 break
-        while len(tokens) <= size:
+        while tokens and len(tokens) <= size:
             tokens += tokens
         found = []
         for at in range(0, len(tokens) - size, size):

@@ -130,15 +130,25 @@ def _shipped() -> list[str]:
     return [json.loads(line)["text"] for line in gzip.decompress(raw).decode().splitlines()]
 
 
-def _files(documents: Documents, path: str) -> list[str]:
-    name = documents.source.name
+def matching(path: str) -> list[Path]:
+    """Return the file of this name, or else the files that it means as a glob."""
     given = Path(path).expanduser()
     try:
+        if given.is_file():
+            return [given]
         anchor = Path(given.anchor or ".")
         pattern = str(given.relative_to(given.anchor) if given.anchor else given)
-        files = [given] if given.is_file() else [f for f in anchor.glob(pattern) if f.is_file()]
-        sizes = [f.stat().st_size for f in files]
+        return [f for f in anchor.glob(pattern) if f.is_file()]
     except (OSError, ValueError) as error:
+        raise Unavailable(f"{path!r} cannot be read: {_first_line(error)}.") from None
+
+
+def _files(documents: Documents, path: str) -> list[str]:
+    name = documents.source.name
+    try:
+        files = matching(path)
+        sizes = [f.stat().st_size for f in files]
+    except (OSError, Unavailable) as error:
         raise Unavailable(f"{documents.where} cannot be read: {_first_line(error)}.") from None
     if not files:
         raise Unavailable(

@@ -9,7 +9,7 @@ is a target once. Shapes: B = batch_size, T = seq_len.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -95,8 +95,16 @@ class TextStream:
         return [*tokens, self.tokenizer.eos_id] if piece == len(self._pieces) - 1 else tokens
 
     def held_out_batches(self, count: int) -> list[Batch]:
-        """Return 1 to `count` batches of the held-out set: the same on every peer of the run."""
+        """Return about `count` batches of the held-out set: the same on every peer of the run."""
+        return [batch for batches in self.held_out_by_source(count).values() for batch in batches]
+
+    def held_out_by_source(self, count: int) -> dict[str, list[Batch]]:
+        """Return those batches by the name of their source; one without any is left out."""
         return self._held.batches(count, self.tokenizer)
+
+    def held_out_texts(self) -> dict[str, Iterator[str]]:
+        """Return the held-out documents of each source, by its name."""
+        return self._held.texts()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the stream as JSON: no text and no tokens, so a few hundred bytes."""

@@ -18,7 +18,7 @@ from spesd.model.transformer import MoETransformer
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How to draw. Temperature 0 takes the likeliest token; `top_p` keeps the likeliest tokens
-    that reach this probability together.
+    that reach this probability together, at least the likeliest one.
     """
 
     temperature: float = 1.0
@@ -58,7 +58,11 @@ def draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator | None
     """Draw one token id from fp32 logits on the CPU."""
     if sampling.temperature == 0:
         return int(logits_V.argmax())
-    probs_V, order_V = (logits_V / sampling.temperature).softmax(-1).sort(descending=True)
-    before_V = probs_V.cumsum(-1) - probs_V  # the likeliest token always has 0 before it
-    probs_V[before_V >= sampling.top_p] = 0.0
+    # the likeliest at 0, so that no division by a small temperature overflows towards +inf
+    scaled_V = (logits_V - logits_V.max()).double() / sampling.temperature
+    probs_V, order_V = scaled_V.softmax(-1).sort(descending=True)
+    if sampling.top_p < 1:
+        before_V = probs_V.cumsum(-1) - probs_V
+        before_V[0] = -1.0  # the likeliest token stays, even where top_p is 0
+        probs_V[before_V >= sampling.top_p] = 0.0
     return int(order_V[torch.multinomial(probs_V, 1, generator=generator)])

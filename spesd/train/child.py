@@ -160,7 +160,8 @@ class Child:
         return reply
 
     def _do_evaluate(self, message: Message) -> Message:
-        return {"val_loss": self._trainer.evaluate()}
+        val_loss = self._trainer.evaluate()
+        return {"val_loss": val_loss, "val_by_source": self._trainer.val_by_source}
 
     def _do_checkpoint(self, message: Message) -> Message:
         path = self._trainer.checkpoint(

@@ -20,14 +20,16 @@ from spesd.checkpoint.manifest import Checkpoint, Moments
 from spesd.checkpoint.store import Store
 from spesd.data.stream import TextStream
 from spesd.data.tokenizer import load_tokenizer
-from spesd.errors import DamagedState, ProtocolViolation, Unavailable
+from spesd.errors import DamagedState, ProtocolViolation
 from spesd.ids import SHARED, all_parts, expert_part, part_expert
 from spesd.model.loss import LossOutput
 from spesd.model.partition import expert_layers, load_part, part_shapes, part_values
 from spesd.model.transformer import MoETransformer
 from spesd.swarm.records import StatePart
+from spesd.train.device import choose_device
 from spesd.train.merge import aggregate, check_finite, merge_experts, to_wire, weights
 from spesd.train.optimizer import PeerOptimizer
+from spesd.train.perplexity import weighted_mean
 from spesd.train.protocol import StepResult, TrainerSetup
 from spesd.train.schedule import learning_rate, merging_alpha, owned_balance
 
@@ -40,7 +42,7 @@ class Trainer:
 
     def __init__(self, setup: TrainerSetup) -> None:
         self.setup, self.config = setup, (config := setup.config)
-        self.device = _device(setup.device)
+        self.device = choose_device(setup.device)
         self.store = Store(setup.store)
         tokenizer = load_tokenizer(config.tokenizer, setup.tokenizer, config.model.vocab_size)
         self.stream = TextStream(
@@ -57,6 +59,7 @@ class Trainer:
         self.ready = False  # weights are a state of the run, whole
         self.steps = self.tokens = 0
         self.val_loss: float | None = None
+        self.val_by_source: dict[str, float] = {}
         self._clean: dict[str, tuple[str, int]] = {}  # parts on disk just as they are here
         self._sent: dict[str, dict[str, Tensor]] = {}
         self.begin_round(0, 0, 1)
@@ -161,11 +164,16 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Return the mean loss in nats per token on the run's held-out set."""
-        losses = []
-        for inputs, targets in self.stream.held_out_batches(self.config.data.eval_batches):
-            losses.append(float(self._forward(inputs, targets).cross_entropy))
-        self.val_loss = sum(losses) / len(losses)
+        """Return the mean loss in nats per token on the run's held-out set.
+
+        Over sources as they are weighted in training; `val_by_source` has the mean of each.
+        """
+        by_source = self.stream.held_out_by_source(self.config.data.eval_batches)
+        self.val_by_source = {
+            name: sum(float(self._forward(*b).cross_entropy) for b in batches) / len(batches)
+            for name, batches in by_source.items()
+        }
+        self.val_loss = weighted_mean(self.val_by_source, self.config.data)
         return self.val_loss
 
     def _gradients(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[float, float, list[int]]:
@@ -315,15 +323,3 @@ class Trainer:
     def bundle(self, digest: str) -> Path:
         """Where the bundle of this name lies."""
         return self.store.bundles / f"{digest}{files.SUFFIX}"
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    seen = torch.cuda.device_count()
-    if name.startswith("cuda") and int(name.partition(":")[2] or 0) >= seen:
-        raise Unavailable(
-            f"there is no device {name} here ({seen} CUDA devices are visible to torch); "
-            "use --device cpu, or mend the driver."
-        )
-    return torch.device(name)

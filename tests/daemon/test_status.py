@@ -44,3 +44,11 @@ def test_the_text_shows_health_and_orphans() -> None:
     assert "! disk is full" in text
     assert "without an owner: 2" in text
     assert "0-1,3" in text
+
+
+def test_the_text_shows_the_held_out_loss_of_each_source() -> None:
+    me = {"rounds": [], "val_by_source": {"plays": 2.5, "digits": None}}
+    tree = swarm_status(VIEW, [record("peer-a", 3, 0)], me).to_json()
+    assert "held-out by source: plays 2.500, digits -" in render_status(tree)
+    me["val_by_source"] = {"plays": 2.5}  # one source's is the peer's own number
+    assert "by source" not in render_status(swarm_status(VIEW, [], me).to_json())

@@ -143,8 +143,13 @@ def test_held_out_batches_come_from_every_source_and_are_made_once(tmp_path: Pat
     tokenizer = Counting()
     data = DataConfig(seq_len=32, batch_size=1, held_out=0.2, sources=tuple(kinds))
     stream = TextStream(data, tokenizer, seed=1, peer_id="a")
-    text = ByteTokenizer().decode(stream.held_out_batches(2)[0][0].ravel().tolist())
-    assert "aaaa" in text and "bbbb" in text
+    by_source = stream.held_out_by_source(3)
+    assert [(n, len(b)) for n, b in by_source.items()] == [("aaaa", 2), ("bbbb", 1)]
+    for name, batches in by_source.items():
+        text = ByteTokenizer().decode(np.concatenate([b[0] for b in batches]).ravel().tolist())
+        assert set(text) <= set(f"{name} 0123456789"), name
+    assert len(stream.held_out_batches(1)) == 2  # one of each, though only one was asked for
+    stream.held_out_batches(2)
     calls = tokenizer.calls
     stream.held_out_batches(2)
     assert tokenizer.calls == calls > 0

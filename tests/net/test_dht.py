@@ -4,9 +4,9 @@ import time
 
 import msgpack
 import pytest
+from helpers.nodes import RUN, Start, record
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
-from helpers.nodes import RUN, Start, record
 
 from spesd.errors import Unavailable
 from spesd.net import storage

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.swarm import wait_for
 from helpers.nodes import LOOPBACK, RUN, FakeDaemon, Start, record
+from helpers.swarm import wait_for
 
 from spesd.errors import Unavailable, UsageError
 from spesd.net import calls, p2pd

@@ -102,7 +102,9 @@ def test_a_round_over_the_pipes(talk: Talk, tmp_path: Path) -> None:
     routed = sum(p["tokens"] for p in snapshot["parts"][1:])
     assert routed == 3 * 128 * 2 * 2  # two layers, two experts a token
     assert talk.send("merge", round=1, parts=[])["rejected"] == []
-    assert 0 < talk.send("evaluate")["val_loss"] < 6
+    evaluated = talk.send("evaluate")
+    assert 0 < evaluated["val_loss"] < 6
+    assert evaluated["val_by_source"] == {"builtin": evaluated["val_loss"]}
     saved = talk.send("checkpoint", round=1, global_tokens=384, contributors=1, versions={})
     assert Path(saved["path"]).exists()
     assert talk.send("load_checkpoint", path=saved["path"], owned=[0, 1, 2, 3])["steps"] == 3

@@ -367,3 +367,38 @@ def test_two_peers_with_the_same_inputs_merge_to_identical_bytes(tmp_path: Path)
         assert changed and all(".experts.1." in n or ".experts.2." in n for n in changed)
         digests.append({p["part"]: p["digest"] for p in trainer.snapshot()[0]})
     assert digests[0] == digests[1]
+
+
+def test_the_held_out_loss_of_each_source_and_their_weighted_mean(tmp_path: Path) -> None:
+    texts = tmp_path / "digits.jsonl"
+    texts.write_text("".join(f'{{"text": "{n:040d}"}}\n' for n in range(400)))
+    sources = [
+        {"name": "plays", "weight": 3.0},
+        {"kind": "jsonl", "path": str(texts), "name": "digits", "weight": 1.0},
+    ]
+    config = tiny_config(data={"sources": sources, "eval_batches": 3})
+    trainer = make_trainer(config, tmp_path / "a", "a", ALL)
+    other = make_trainer(config, tmp_path / "b", "b", ALL)
+    assert trainer.evaluate() == other.evaluate()
+    for _ in range(20):
+        trainer.step()
+    mean = trainer.evaluate()
+    losses = trainer.val_by_source
+    assert list(losses) == ["plays", "digits"]
+    assert losses["plays"] < losses["digits"] - 0.2  # most tokens of the mixture are of plays
+    assert mean == pytest.approx(0.75 * losses["plays"] + 0.25 * losses["digits"], rel=1e-12)
+    batches = trainer.stream.held_out_by_source(3)
+    assert {name: len(found) for name, found in batches.items()} == {"plays": 2, "digits": 1}
+
+
+def test_with_one_source_the_held_out_loss_is_the_mean_of_its_batches(tmp_path: Path) -> None:
+    trainer = make_trainer(tiny_config(data={"eval_batches": 3}), tmp_path, "a", ALL)
+    each = []
+    with torch.no_grad():
+        for batch in trainer.stream.held_out_batches(3):
+            inputs, targets = (torch.from_numpy(a) for a in batch)
+            out = trainer.model.loss(inputs, targets, trainer.config.loss)
+            each.append(float(out.cross_entropy))
+    assert len(each) == 3
+    assert trainer.evaluate() == sum(each) / 3  # to the last bit
+    assert trainer.val_by_source == {"builtin": sum(each) / 3}
