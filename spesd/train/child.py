@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from spesd.errors import SpesdError, UsageError
+from spesd.train.allocator import return_memory
 from spesd.train.protocol import (
     OUT_OF_MEMORY,
     Message,
@@ -230,6 +231,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 def main() -> None:
     """Take over stdout for replies alone: what anybody prints goes to stderr."""
     _end_with_parent()
+    return_memory()  # before torch is there: blocks handed out earlier follow the old rule
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon decides when we end
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
