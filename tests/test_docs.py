@@ -60,7 +60,7 @@ def test_the_options_are_few_and_pinned() -> None:
             "--task-path",
             "--tasks",
         ],
-        "export": [],
+        "export": ["--dtype"],
     }
 
 

@@ -186,11 +186,12 @@ def evaluate(checkpoint: Path, **options: Any) -> None:
 @cli.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-def export(checkpoint: Path, out: Path) -> None:
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
+def export(checkpoint: Path, out: Path, dtype: str) -> None:
     """Write a checkpoint as a Hugging Face model directory."""
     from spesd.cli.files import export_checkpoint
 
-    click.echo(str(export_checkpoint(checkpoint, out)))
+    click.echo(str(export_checkpoint(checkpoint, out, dtype)))
 
 
 def main() -> None:

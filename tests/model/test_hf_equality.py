@@ -69,9 +69,7 @@ CASES = {
         QWEN, norm_topk_prob=True, tie_embeddings=True, n_kv_heads=4, head_dim=16
     ),
     "mixtral-wide-heads": MIXTRAL,
-    "mixtral-tied": dataclasses.replace(
-        MIXTRAL, tie_embeddings=True, n_kv_heads=4, head_dim=16
-    ),
+    "mixtral-tied": dataclasses.replace(MIXTRAL, tie_embeddings=True, n_kv_heads=4, head_dim=16),
 }
 
 
