@@ -61,6 +61,16 @@ def test_the_options_are_few_and_pinned() -> None:
             "--tasks",
         ],
         "export": ["--dtype"],
+        "import": [
+            "--experts",
+            "--noise-fraction",
+            "--noise-std",
+            "--router-init",
+            "--router-std",
+            "--seed",
+            "--top-k",
+            "--upcycle",
+        ],
     }
 
 

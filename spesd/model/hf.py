@@ -77,6 +77,13 @@ def hf_config(
             "mlp_only_layers": [],
             "use_sliding_window": False,
         }
+    return _mixtral(config, common)
+
+
+_NOT_MIXTRAL = ("num_experts", "norm_topk_prob", "attention_bias")
+
+
+def _mixtral(config: ModelConfig, common: dict[str, Any]) -> dict[str, Any]:
     if not config.norm_topk_prob:
         raise ConfigError(
             "MixtralForCausalLM always makes the chosen experts' weights sum to 1: with "
@@ -91,9 +98,6 @@ def hf_config(
         "sliding_window": None,
         "router_jitter_noise": 0.0,
     }
-
-
-_NOT_MIXTRAL = ("num_experts", "norm_topk_prob", "attention_bias")
 
 
 def generation_config(*, eos_id: int | None, pad_id: int | None) -> dict[str, Any]:
