@@ -233,6 +233,19 @@ class TokenizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StartConfig:
+    """`random` weights from the seed, or the `weights` that `spesd import` wrote."""
+
+    kind: Literal["random", "weights"] = "random"
+    path: str = ""  # where the founder has them; not part of the run's identity
+    digest: str = ""  # names their bytes; joiners get them from the swarm
+
+    def __post_init__(self) -> None:
+        if self.kind == "weights" and not (self.path or self.digest):
+            raise ConfigError('start.kind = "weights" needs start.path.')
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Everything that all peers of a run agree on."""
 
@@ -247,6 +260,7 @@ class RunConfig:
     swarm: SwarmConfig = field(default_factory=SwarmConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    start: StartConfig = field(default_factory=StartConfig)
 
     def __post_init__(self) -> None:
         if not (0 < len(self.name) <= 64) or not all(c.isalnum() or c in "-_." for c in self.name):
@@ -261,7 +275,7 @@ class RunConfig:
     def canonical(self) -> bytes:
         """Return the one JSON form that is hashed and that travels to joiners."""
         tree = dataclasses.asdict(self)
-        del tree["tokenizer"]["path"]
+        del tree["tokenizer"]["path"], tree["start"]["path"]
         return json.dumps(tree, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
     @property

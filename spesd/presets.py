@@ -117,6 +117,9 @@ COMMENTS = {
     "tokenizer.kind": "bytes, or file for a tokenizer.json",
     "tokenizer.path": "where you have it; joiners get it from the swarm",
     "tokenizer.digest": "filled in for you: names the file's bytes",
+    "start.kind": "random, or weights that `spesd import` wrote",
+    "start.path": "where you have the weights; joiners get them from the swarm",
+    "start.digest": "filled in: names the weights' bytes",
 }
 
 
@@ -135,13 +138,24 @@ def preset_toml(name: str, scale: float = 1.0) -> str:
         raise UsageError(f"there is no preset {name!r}; there are {', '.join(_PRESETS)}.")
     if not 0.0 < scale <= 1.0:
         raise UsageError(f"--scale is {scale}: it lies above 0 and at most at 1.")
-    defaults = dataclasses.asdict(RunConfig())
     chosen = _PRESETS[name] if scale == 1.0 else _scaled(_PRESETS[name], scale)
+    return commented_toml(f"preset {name}", f"my-{name}-run", chosen)
+
+
+def imported_toml(name: str, chosen: dict[str, Any]) -> str:
+    """Return the commented run.toml of imported weights; `chosen` are its sections."""
+    rest = {"optimizer": {"lr": 1e-4}}  # small: the weights have learned already
+    return commented_toml("imported weights", name, {**rest, **chosen})
+
+
+def commented_toml(what: str, run_name: str, chosen: dict[str, Any]) -> str:
+    """Return a run.toml with every setting and its comment; `chosen` differ from the defaults."""
+    defaults = dataclasses.asdict(RunConfig())
     lines = [
-        f"# A spesd run, preset {name}. Every setting is here with its value; a change of any of",
+        f"# A spesd run, {what}. Every setting is here with its value; a change of any of",
         "# them makes another run. Start it with: spesd start FILE",
         "",
-        _line("name", f"my-{name}-run"),
+        _line("name", run_name),
         _line("seed", 0),
     ]
     sources: list[dict[str, Any]] = []

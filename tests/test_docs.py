@@ -60,7 +60,17 @@ def test_the_options_are_few_and_pinned() -> None:
             "--task-path",
             "--tasks",
         ],
-        "export": [],
+        "export": ["--dtype"],
+        "import": [
+            "--experts",
+            "--noise-fraction",
+            "--noise-std",
+            "--router-init",
+            "--router-std",
+            "--seed",
+            "--top-k",
+            "--upcycle",
+        ],
     }
 
 

@@ -52,20 +52,29 @@ def print_sample(checkpoint: Path, prompt: str, tokens: int, **sampling: Any) ->
     click.echo()
 
 
-def export_checkpoint(checkpoint: Path, out: Path) -> Path:
+def export_checkpoint(checkpoint: Path, out: Path, dtype: Any) -> Path:
     """Write a Hugging Face directory; return it."""
-    from spesd.checkpoint.export import export_hf
-    from spesd.checkpoint.load import load_model
+    from spesd.checkpoint.export import ExportedTokenizer, export_hf
+    from spesd.checkpoint.load import find_checkpoint
+    from spesd.data.bytes_json import END, byte_tokenizer_json
+    from spesd.data.tokenizer import FileTokenizer
 
-    loaded = load_model(checkpoint)
-    tokenizer = _tokenizer(loaded)
-    path = loaded.folder / "tokenizer.json"
-    export_hf(
-        loaded,
-        out,
-        eos_id=tokenizer.eos_id if tokenizer.eos_id < loaded.run.model.vocab_size else None,
-        tokenizer=path if path.exists() else None,
-    )
+    found = find_checkpoint(checkpoint)
+    tokenizer = _tokenizer(found)
+    if isinstance(tokenizer, FileTokenizer):
+        pad_word, pad_id = tokenizer.padding()
+        described = ExportedTokenizer(
+            file=(found.folder / "tokenizer.json").read_bytes(),
+            eos_id=tokenizer.eos_id,
+            eos_word=tokenizer.word(tokenizer.eos_id),
+            pad_id=pad_id,
+            pad_word=pad_word,
+        )
+    else:
+        described = ExportedTokenizer(
+            file=byte_tokenizer_json(), eos_id=tokenizer.eos_id, eos_word=END, plain=True
+        )
+    export_hf(found, out, described, dtype)
     return out
 
 

@@ -186,11 +186,34 @@ def evaluate(checkpoint: Path, **options: Any) -> None:
 @cli.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path))
-def export(checkpoint: Path, out: Path) -> None:
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
+def export(checkpoint: Path, out: Path, dtype: str) -> None:
     """Write a checkpoint as a Hugging Face model directory."""
     from spesd.cli.files import export_checkpoint
 
-    click.echo(str(export_checkpoint(checkpoint, out)))
+    click.echo(str(export_checkpoint(checkpoint, out, dtype)))
+
+
+@cli.command("import")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--upcycle", is_flag=True, help="Make experts of a dense Qwen3 or Llama model.")
+@click.option("--experts", type=click.IntRange(1, 4096), help="Experts to make.  [default: 8]")
+@click.option("--top-k", type=click.IntRange(min=1), help="Experts of a token.  [default: 2]")
+@click.option("--noise-std", type=float, help="Noise on the experts.  [default: 0.001]")
+@click.option("--noise-fraction", type=float, help="Share of values noised.  [default: 0.5]")
+@click.option(
+    "--router-init",
+    type=click.Choice(["scaled_normal", "normal", "zeros"]),
+    help="The router's first values.  [default: scaled_normal]",
+)
+@click.option("--router-std", type=float, help="Of scaled_normal.  [default: 0.02]")
+@click.option("--seed", type=click.IntRange(min=0), help="Of noise and router.  [default: 0]")
+def import_(model: Path, out: Path, **options: Any) -> None:
+    """Make a run that starts from a Hugging Face model (Olmoe, Qwen3Moe, Mixtral, or dense)."""
+    from spesd.cli.importing import import_model
+
+    import_model(model, out, **options)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import signal
 import sys
 import traceback
@@ -28,7 +29,7 @@ def run_peer(
 ) -> None:
     """Found a run, or join one, and stay until the user wants otherwise."""
     place = home or default_home()
-    run = None if run_toml is None else _founders_run(run_toml)
+    run = None if run_toml is None else _founders_run(run_toml, place)
     if run is None and not bootstrap and not Home(place).cached_addresses():
         raise UsageError(
             "say where the run is: spesd join --bootstrap /ip4/HOST/tcp/PORT/p2p/PEER_ID."
@@ -74,17 +75,20 @@ def _announce(addresses: tuple[str, ...], kind: str) -> None:
         )
 
 
-def _founders_run(path: Path) -> RunConfig:
-    """Read run.toml, and name the tokenizer by its bytes: the path is this machine's matter."""
-    import dataclasses
+def _founders_run(path: Path, home: Path) -> RunConfig:
+    """Read run.toml, and name the tokenizer and the weights by their bytes."""
+    run = _with_tokenizer(run_config_from_toml(path), path.parent)
+    return run if run.start.kind == "random" else _with_weights(run, path.parent, home)
 
-    run = run_config_from_toml(path)
+
+def _with_tokenizer(run: RunConfig, base: Path) -> RunConfig:
+    """Name the tokenizer by its bytes: the path is this machine's matter."""
     if run.tokenizer.kind == "bytes":
         return run
     from spesd.data.tokenizer import load_tokenizer
     from spesd.digest import file_digest
 
-    given = (path.parent / Path(run.tokenizer.path).expanduser()).resolve()
+    given = (base / Path(run.tokenizer.path).expanduser()).resolve()
     load_tokenizer(dataclasses.replace(run.tokenizer, digest=""), given, run.model.vocab_size)
     name = f"{file_digest(given)}:{given.stat().st_size}"
     if run.tokenizer.digest not in ("", name):
@@ -94,6 +98,21 @@ def _founders_run(path: Path) -> RunConfig:
         )
     tokenizer = dataclasses.replace(run.tokenizer, digest=name, path=str(given))
     return dataclasses.replace(run, tokenizer=tokenizer)
+
+
+def _with_weights(run: RunConfig, base: Path, home: Path) -> RunConfig:
+    """Check every byte of the weights, and name them; no need once the home has the run's state."""
+    begun = Home(home).run_folder(run.run_id) / "checkpoints"
+    if run.start.digest and any(begun.glob("round-*.json")):
+        return run
+    from spesd.checkpoint.weights import verify
+
+    if not run.start.path:
+        raise UsageError("a founder needs the weights: say where they are as start.path.")
+    given = (base / Path(run.start.path).expanduser()).resolve()
+    weights = verify(given, run.model, run.start.digest)
+    start = dataclasses.replace(run.start, digest=weights.digest, path=str(given))
+    return dataclasses.replace(run, start=start)
 
 
 def run_bootstrap(

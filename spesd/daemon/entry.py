@@ -12,7 +12,8 @@ from collections.abc import Callable
 from spesd.daemon.effects import Effects
 from spesd.daemon.membership import Membership
 from spesd.daemon.peer import Peer
-from spesd.daemon.sync import Sync, own_first
+from spesd.daemon.startup import take_weights
+from spesd.daemon.sync import Sync, own_first, state_parts
 from spesd.daemon.worker import WorkerLost
 from spesd.errors import SpesdError
 from spesd.ids import all_parts
@@ -82,7 +83,13 @@ class Entry:
     async def _initialise(self) -> None:
         peer = self.peer
         await own_first(peer)
-        await peer.worker.call("initialise")
+        if peer.run.start.kind == "weights":
+            weights = await asyncio.to_thread(take_weights, peer.run, peer.store)
+            parts = state_parts(peer, weights.state_parts())
+            await peer.worker.call("load_state", round=0, parts=parts)
+            peer.journal.write("started_from", weights=weights.digest)
+        else:
+            await peer.worker.call("initialise")
         peer.round.versions = dict.fromkeys(all_parts(peer.experts), (0, 0))
         await self.effects.checkpoint(0)
 

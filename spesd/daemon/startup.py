@@ -6,17 +6,22 @@ the tokenizer, the corpus, the device, the memory.
 
 import asyncio
 import contextlib
+import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from spesd import digest as digests
+from spesd.checkpoint.bundle import disk_failure
+from spesd.checkpoint.store import Store
+from spesd.checkpoint.weights import Weights, bundle_file, read_manifest
 from spesd.config import RunConfig, run_config_from_canonical
 from spesd.daemon.home import Home, write_atomically
 from spesd.daemon.service import PeerService
 from spesd.daemon.sync import find_run
 from spesd.data.sources import check_sources
 from spesd.data.tokenizer import load_tokenizer
-from spesd.errors import SpesdError, Unavailable, UsageError
+from spesd.errors import ConfigError, SpesdError, Unavailable, UsageError
 from spesd.net.node import Net, NetConfig
 from spesd.peerconfig import PeerConfig
 
@@ -166,6 +171,34 @@ async def have_tokenizer(
     load_tokenizer(run.tokenizer, kept, run.model.vocab_size)
     service.assets[digests.file_digest(kept)] = kept
     return kept
+
+
+def take_weights(run: RunConfig, store: Store) -> Weights:
+    """Put the weights that a run starts from among the store's bundles; return what they are.
+
+    The founder's command has read every byte of them, and the trainer checks each bundle again.
+    Raises Unavailable or DamagedState if they are not there any more, ConfigError if they are
+    others.
+    """
+    folder = Path(run.start.path)
+    weights = read_manifest(folder)
+    if weights.digest != run.start.digest:
+        raise ConfigError(f"the weights in {folder} are not those of this run any more.")
+    try:
+        store.bundles.mkdir(parents=True, exist_ok=True)
+        for part in weights.parts:
+            source = bundle_file(folder, part.digest)
+            target = bundle_file(store.bundles, part.digest)
+            temp = target.with_name(f".{part.digest}.{os.getpid()}.tmp")
+            temp.unlink(missing_ok=True)
+            try:
+                os.link(source, temp)  # no second copy, where the file system can
+            except OSError:
+                shutil.copyfile(source, temp)
+            temp.replace(target)
+    except OSError as error:
+        raise disk_failure(store.bundles, error) from None
+    return weights
 
 
 def check_data(run: RunConfig, config: PeerConfig) -> None:

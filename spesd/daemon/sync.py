@@ -7,13 +7,14 @@ says so.
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
 
 from spesd.checkpoint.manifest import Checkpoint
 from spesd.daemon.peer import Peer
 from spesd.errors import ProtocolViolation, SpesdError, Unavailable
 from spesd.ids import expert_part
-from spesd.swarm.records import Claim, PeerRecord, PeerState, StateManifest
+from spesd.swarm.records import Claim, PeerRecord, PeerState, StateManifest, StatePart
 
 ASK_AGAIN_S = (0.5, 8.0)  # back-off between two rounds of asking, from and up to
 PARALLEL_FETCHES = 3
@@ -129,16 +130,7 @@ class Sync:
             await peer.worker.call(
                 "load_state",
                 round=manifest.round,
-                parts=[
-                    {
-                        "part": p.part,
-                        "path": str(peer.bundle_path(p.digest)),
-                        "digest": p.digest,
-                        "round": p.round,
-                        "term": p.term,
-                    }
-                    for p in manifest.parts
-                ],
+                parts=state_parts(peer, manifest.parts),
             )
         except* (SpesdError, TimeoutError) as group_error:
             reason = "; ".join(str(e) for e in group_error.exceptions)
@@ -167,6 +159,20 @@ async def own_first(peer: Peer) -> None:
     """Tell the trainer what it will own before it loads: frozen experts are held less precisely."""
     peer.adopt_placement(peer.placement(settled=False))
     await peer.worker.call("own", experts=peer.owns)
+
+
+def state_parts(peer: Peer, parts: Iterable[StatePart]) -> list[dict[str, Any]]:
+    """Return what the trainer is told of a state whose bundles are all on our disk."""
+    return [
+        {
+            "part": p.part,
+            "path": str(peer.bundle_path(p.digest)),
+            "digest": p.digest,
+            "round": p.round,
+            "term": p.term,
+        }
+        for p in parts
+    ]
 
 
 async def find_run(net: object, wanted: str | None) -> str:

@@ -11,6 +11,7 @@ from spesd.digest import file_digest
 from spesd.errors import ConfigError, Unavailable
 
 _END_WORDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|im_end|>", "[SEP]")
+_PAD_WORDS = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
 
 
 class Tokenizer(Protocol):
@@ -92,6 +93,18 @@ class FileTokenizer:
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids."""
         return str(self._fast.decode(ids))
+
+    def word(self, token: int) -> str | None:
+        """Return how the vocabulary writes a token; None if there is none with this id."""
+        word = self._fast.id_to_token(token)
+        return None if word is None else str(word)
+
+    def padding(self) -> tuple[str | None, int | None]:
+        """Return the token that is there to fill up rows, and its id; (None, None) without one."""
+        for word in _PAD_WORDS:
+            if (token := self._fast.token_to_id(word)) is not None:
+                return word, int(token)
+        return None, None
 
 
 def _encodable(text: str) -> str:

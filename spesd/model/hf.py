@@ -4,10 +4,18 @@ Decides which class loads an export and states every value that class would othe
 (rms_norm_eps, rope, end-of-text id: what other exporters lose). It never touches a weight.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from spesd.config import ModelConfig
 from spesd.errors import ConfigError
+
+Family = Literal["olmoe", "qwen3_moe", "mixtral"]
+_FAMILIES: dict[str, Family] = {"full": "olmoe", "per_head": "qwen3_moe", "none": "mixtral"}
+
+
+def family_of(config: ModelConfig) -> Family:
+    """Return the model_type of the Hugging Face class that computes what this model does."""
+    return _FAMILIES[config.qk_norm]
 
 
 def hf_config(
@@ -69,7 +77,36 @@ def hf_config(
             "mlp_only_layers": [],
             "use_sliding_window": False,
         }
-    raise ConfigError(
-        'a model with qk_norm = "none" cannot be exported: no Hugging Face class that reads this '
-        'format goes without QK-norm; train with qk_norm = "full" or "per_head".'
-    )
+    return _mixtral(config, common)
+
+
+_NOT_MIXTRAL = ("num_experts", "norm_topk_prob", "attention_bias")
+
+
+def _mixtral(config: ModelConfig, common: dict[str, Any]) -> dict[str, Any]:
+    if not config.norm_topk_prob:
+        raise ConfigError(
+            "MixtralForCausalLM always makes the chosen experts' weights sum to 1: with "
+            'qk_norm = "none", train with norm_topk_prob = true to be able to export.'
+        )
+    return {k: v for k, v in common.items() if k not in _NOT_MIXTRAL} | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn,
+        "num_local_experts": config.n_experts,
+        "sliding_window": None,
+        "router_jitter_noise": 0.0,
+    }
+
+
+def generation_config(*, eos_id: int | None, pad_id: int | None) -> dict[str, Any]:
+    """Return generation_config.json: where generation ends, and what fills up short rows."""
+    return {
+        "bos_token_id": None,
+        "eos_token_id": eos_id,
+        "pad_token_id": eos_id if pad_id is None else pad_id,
+        "do_sample": True,
+        "temperature": 0.8,
+        "top_p": 0.95,
+    }

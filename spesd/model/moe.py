@@ -27,7 +27,7 @@ class Routing(NamedTuple):
     """Where one layer sends its tokens."""
 
     logits_TE: Tensor
-    weight_TK: Tensor  # the dtype of the logits
+    weight_TK: Tensor  # the dtype of the logits, or fp32 as Mixtral has it
     expert_TK: Tensor  # int64
     tokens_E: Tensor  # int64: token-slots per expert; sums to T * K
 
@@ -39,6 +39,7 @@ class Router(nn.Module):
         super().__init__()
         self.top_k = config.top_k
         self.normalise = config.norm_topk_prob
+        self.weights_fp32 = config.qk_norm == "none"  # Mixtral's class alone does not round them
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.d_model))
 
     def forward(self, x_TD: Tensor) -> Routing:
@@ -49,7 +50,9 @@ class Router(nn.Module):
         if self.normalise:
             weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True)
         tokens_E = torch.bincount(expert_TK.flatten(), minlength=logits_TE.shape[-1])
-        return Routing(logits_TE, weight_TK.to(logits_TE.dtype), expert_TK, tokens_E)
+        if not self.weights_fp32:
+            weight_TK = weight_TK.to(logits_TE.dtype)
+        return Routing(logits_TE, weight_TK, expert_TK, tokens_E)
 
 
 class Expert(nn.Module):
@@ -184,10 +187,10 @@ class SortedExperts(torch.autograd.Function):
     ) -> Tensor:
         T, D = x_TD.shape
         S, K = order_S.shape[0], weight_TK.shape[1]
-        weight_S1 = weight_TK.reshape(S, 1).to(x_TD.dtype)
+        weight_S1 = weight_TK.reshape(S, 1)
         keep = not layout.recompute
         gate_up_S2F = x_TD.new_empty(S if keep else 0, w[0].shape[0])
-        out_SD = x_TD.new_empty(S, D)
+        out_SD = x_TD.new_empty(S, D, dtype=weight_TK.dtype)  # weighted and summed as it
         for e, start, end in _slices(layout.counts):
             slots_N = order_S[start:end]
             x_ND = x_TD.index_select(0, slots_N // K)
@@ -196,10 +199,10 @@ class SortedExperts(torch.autograd.Function):
             gate_NF, up_NF = gate_up_N2F.chunk(2, dim=-1)
             w2 = layout.weight(w, 2 * e + 1, x_TD.dtype)
             y_ND = torch.mm(F.silu(gate_NF).mul_(up_NF), w2.t())
-            out_SD.index_copy_(0, slots_N, y_ND.mul_(weight_S1.index_select(0, slots_N)))
+            out_SD.index_copy_(0, slots_N, y_ND * weight_S1.index_select(0, slots_N))
         ctx.save_for_backward(x_TD, weight_TK, order_S, gate_up_S2F, *w)
         ctx.layout = layout
-        return out_SD.view(T, K, D).sum(dim=1)
+        return out_SD.view(T, K, D).sum(dim=1).to(x_TD.dtype)
 
     @staticmethod
     @once_differentiable

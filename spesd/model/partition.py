@@ -8,12 +8,14 @@ A part is the shared parameters, or one expert: the networks with one index in *
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from spesd.config import ModelConfig
 from spesd.ids import SHARED, all_parts, expert_part
+from spesd.model.hf import Family, family_of
 from spesd.model.transformer import MoETransformer
 
 _EXPERT = re.compile(r"layers\.(\d+)\.experts\.(\d+)\.(w1|w2)\Z")
@@ -35,6 +37,8 @@ _HF_LAYER = {
     "moe_norm.weight": "post_attention_layernorm.weight",
     "router.weight": "mlp.gate.weight",
 }
+_MOE = {"mixtral": "block_sparse_moe"}  # what the others call mlp
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def part_of(name: str) -> str:
@@ -103,23 +107,37 @@ def expert_layers(model: MoETransformer) -> Iterator[list[tuple[Tensor, Tensor]]
         yield [(e.dense("w1").detach(), e.dense("w2").detach()) for e in block.each_expert()]
 
 
-def hf_name(name: str) -> tuple[str, ...]:
+def hf_name(name: str, family: Family | Literal["dense"] = "olmoe") -> tuple[str, ...]:
     """Return the on-disk Hugging Face name(s) of one of our parameters.
 
-    Two for an expert's `w1`: gate_proj, then up_proj, which are its upper and lower half. Raises
-    ValueError for a name that is not a parameter of ours.
+    Two for an expert's `w1`: gate_proj, then up_proj, which are its upper and lower half. A `dense`
+    model has one network for all experts of a layer and, for a router, nothing. Raises ValueError
+    for a name that is not a parameter of ours.
     """
     if name in _HF_TOP:
         return (_HF_TOP[name],)
     expert = _EXPERT.match(name)
     if expert:
-        stem = f"model.layers.{expert[1]}.mlp.experts.{expert[2]}"
-        halves = ("gate_proj", "up_proj") if expert[3] == "w1" else ("down_proj",)
-        return tuple(f"{stem}.{half}.weight" for half in halves)
+        mlp = f"model.layers.{expert[1]}.{_MOE.get(family, 'mlp')}"
+        stem = mlp if family == "dense" else f"{mlp}.experts.{expert[2]}"
+        names = ("w1", "w3", "w2") if family == "mixtral" else _PROJECTIONS
+        chosen = names[:2] if expert[3] == "w1" else names[2:]
+        return tuple(f"{stem}.{one}.weight" for one in chosen)
     layer = _LAYER.match(name)
     if layer is None or layer[2] not in _HF_LAYER:
         raise ValueError(f"{name!r} is not a parameter of this model")
-    return (f"model.layers.{layer[1]}.{_HF_LAYER[layer[2]]}",)
+    if layer[2] == "router.weight" and family == "dense":
+        return ()
+    own = _HF_LAYER[layer[2]].replace("mlp.", f"{_MOE.get(family, 'mlp')}.")
+    return (f"model.layers.{layer[1]}.{own}",)
+
+
+def part_to_hf(tensors: Mapping[str, Tensor], family: Family) -> Iterator[tuple[str, Tensor]]:
+    """Yield (on-disk name, tensor) of some of our parameters; no two share memory."""
+    for name, tensor in tensors.items():
+        targets = hf_name(name, family)
+        for target, piece in zip(targets, tensor.detach().chunk(len(targets)), strict=True):
+            yield target, piece.clone(memory_format=torch.contiguous_format)
 
 
 def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -132,12 +150,7 @@ def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]
     if expected != state.keys():
         odd = sorted(expected ^ state.keys())
         raise ValueError(f"the state is not a whole model: {odd[0]!r} is odd")
-    renamed: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        targets = hf_name(name)
-        for target, piece in zip(targets, tensor.detach().chunk(len(targets)), strict=True):
-            renamed[target] = piece.clone(memory_format=torch.contiguous_format)
-    return renamed
+    return dict(part_to_hf(state, family_of(config)))
 
 
 def from_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -149,7 +162,7 @@ def from_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
     state: dict[str, Tensor] = {}
     for members in part_shapes(config).values():
         for name, shape in members.items():
-            sources = hf_name(name)
+            sources = hf_name(name, family_of(config))
             missing = [source for source in sources if source not in tensors]
             if missing:
                 raise ValueError(f"the tensor {missing[0]!r} is missing")

@@ -20,7 +20,7 @@ from spesd.checkpoint.manifest import Checkpoint, Moments
 from spesd.checkpoint.store import Store
 from spesd.data.stream import TextStream
 from spesd.data.tokenizer import load_tokenizer
-from spesd.errors import DamagedState, ProtocolViolation
+from spesd.errors import DamagedState, ProtocolViolation, UsageError
 from spesd.ids import SHARED, all_parts, expert_part, part_expert
 from spesd.model.loss import LossOutput
 from spesd.model.partition import expert_layers, load_part, part_shapes, part_values
@@ -68,6 +68,8 @@ class Trainer:
 
     def initialise(self) -> None:
         """Make the model's beginning: the same values on every peer of the run."""
+        if self.config.start.kind == "weights":
+            raise UsageError("this run starts from weights: load them instead of random ones.")
         self.model.init_weights(self.config.seed)
         self._clean.clear()
         self.ready = True
@@ -99,6 +101,8 @@ class Trainer:
     def load_state(self, given: Sequence[Mapping[str, Any]]) -> None:
         """Take a whole state from another peer; moments and place in the data stay ours."""
         self._load({p["part"]: (Path(p["path"]), p["digest"]) for p in given})
+        # what is held here may be rounded further; others get the very bundles that came
+        self._clean = {p["part"]: (p["digest"], Path(p["path"]).stat().st_size) for p in given}
 
     def _load(self, given: Mapping[str, tuple[Path, str]]) -> None:
         if missing := set(self.shapes) - given.keys():

@@ -24,6 +24,11 @@ OLMOE = ModelConfig(
 )  # fmt: skip
 QWEN = dataclasses.replace(OLMOE, qk_norm="per_head", head_dim=32, n_kv_heads=2)
 
+MIXTRAL = dataclasses.replace(QWEN, qk_norm="none", norm_topk_prob=True)
+CLASSES = {
+    "full": "OlmoeForCausalLM", "per_head": "Qwen3MoeForCausalLM", "none": "MixtralForCausalLM"
+}  # fmt: skip
+
 
 @pytest.fixture(autouse=True)
 def one_thread():
@@ -63,6 +68,8 @@ CASES = {
     "qwen-normalised-tied": dataclasses.replace(
         QWEN, norm_topk_prob=True, tie_embeddings=True, n_kv_heads=4, head_dim=16
     ),
+    "mixtral-wide-heads": MIXTRAL,
+    "mixtral-tied": dataclasses.replace(MIXTRAL, tie_embeddings=True, n_kv_heads=4, head_dim=16),
 }
 
 
@@ -73,8 +80,7 @@ def test_logits_equal_transformers_bit_by_bit(case, dtype, tmp_path):
     model = make_model(config)
     export(model, tmp_path, dtype)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    expected = "OlmoeForCausalLM" if config.qk_norm == "full" else "Qwen3MoeForCausalLM"
-    assert type(theirs).__name__ == expected
+    assert type(theirs).__name__ == CLASSES[config.qk_norm]
     assert theirs.dtype == dtype
     ids_BT = torch.randint(
         2, config.vocab_size, (3, 64), generator=torch.Generator().manual_seed(1)
@@ -143,21 +149,23 @@ def test_the_loaded_config_keeps_what_exports_tend_to_lose(tmp_path):
 def test_a_model_without_a_stock_class_is_refused():
     none = dataclasses.replace(OLMOE, qk_norm="none")
     wide = dataclasses.replace(OLMOE, head_dim=32)
-    for config, reason in ((none, "qk_norm"), (wide, "head_dim")):
+    for config, reason in ((none, "norm_topk_prob = true"), (wide, "head_dim")):
         with pytest.raises(ConfigError, match=reason):
             hf_config(config, max_positions=8, eos_id=None, pad_id=None)
 
 
-@pytest.mark.parametrize("case", ["olmoe-tied", "qwen-wide-heads"])
+@pytest.mark.parametrize("case", ["olmoe-tied", "qwen-wide-heads", "mixtral-wide-heads"])
 def test_import_undoes_export(case, tmp_path):
     model = make_model(CASES[case])
     export(model, tmp_path, torch.float32)
     on_disk = load_file(tmp_path / "model.safetensors")
-    assert "model.layers.0.mlp.experts.5.gate_proj.weight" in on_disk
+    mixtral = model.config.qk_norm == "none"
+    moe, gate = ("block_sparse_moe", "w1") if mixtral else ("mlp", "gate_proj")
+    assert f"model.layers.0.{moe}.experts.5.{gate}.weight" in on_disk
     assert ("lm_head.weight" in on_disk) == (not model.config.tie_embeddings)
     state = from_hf(on_disk, model.config)
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
-    del on_disk["model.layers.1.mlp.gate.weight"]
-    with pytest.raises(ValueError, match=r"layers.1.mlp.gate"):
+    del on_disk[f"model.layers.1.{moe}.gate.weight"]
+    with pytest.raises(ValueError, match=rf"layers.1.{moe}.gate"):
         from_hf(on_disk, model.config)
