@@ -104,6 +104,7 @@ def peer_plan(
             "moments": memory.moments,
             "gradients": memory.gradients,
             "activations": memory.activations,
+            "working": memory.working,
             "logits": memory.logits,
             "overhead": memory.overhead,
             "peak": memory.peak,

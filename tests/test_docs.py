@@ -60,6 +60,7 @@ def test_the_options_are_few_and_pinned() -> None:
             "--task-path",
             "--tasks",
         ],
+        "bench": ["--json", "--output", "--quick", "--size"],
         "export": ["--dtype"],
         "import": [
             "--experts",

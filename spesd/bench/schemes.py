@@ -88,9 +88,7 @@ def run_config(world: World, sources: Sequence[SourceConfig], scheme: Scheme) ->
 def state_bytes(run: RunConfig, layout: Layout) -> int:
     """Return what a peer holds between steps and in their worst moment, activations apart."""
     needed = plan(run.model, seq_len=64, batch_size=8, layout=layout, device="cpu")
-    return (
-        needed.frozen_weights + needed.trained_weights + needed.moments + needed.gradients
-    )
+    return needed.frozen_weights + needed.trained_weights + needed.moments + needed.gradients
 
 
 def layout_of(scheme: Scheme, run: RunConfig, peers: int) -> Layout:
@@ -124,9 +122,7 @@ def make(scheme: Scheme, world: World, folder: Path, swarm: type[VirtualSwarm]) 
     if scheme.kind == "alone":
         domains = domains[:_ALONE_AT_MOST] if world.mixed else domains
         owned = [everything] * len(domains)
-        alone = Cast(
-            run=run, domains=domains, owned=owned, layout=layout, contributors=world.peers
-        )
+        alone = Cast(run=run, domains=domains, owned=owned, layout=layout, contributors=world.peers)
         return swarm(alone, folder)
     owned = spread(world.peers, run.model.n_experts, layout.k)
     return swarm(Cast(run=run, domains=domains, owned=owned, layout=layout), folder)

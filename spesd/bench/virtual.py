@@ -124,9 +124,7 @@ class VirtualSwarm:
             inputs = [o[part] for i, o in enumerate(offers) if i != index and part in o]
             own = offers[index].get(part)
             self.fetched_bytes += sum(i["size"] for i in inputs) // len(self.peers)
-            plan.append(
-                {"part": part, "own_tokens": own and int(own["tokens"]), "inputs": inputs}
-            )
+            plan.append({"part": part, "own_tokens": own and int(own["tokens"]), "inputs": inputs})
         rejected = peer.merge(self.round, plan)["rejected"]
         if rejected:
             raise RuntimeError(f"peer {index} rejected {rejected[0]}")

@@ -216,6 +216,19 @@ def import_(model: Path, out: Path, **options: Any) -> None:
     import_model(model, out, **options)
 
 
+@cli.command()
+@click.argument("name", type=click.Choice(["step", "memory", "learning"]))
+@click.option("--size", type=click.Choice(["41M", "158M"]), help="Model of step and memory.")
+@click.option("--quick", is_flag=True, help="Less of everything: shows that it runs.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the JSON there too.")
+@JSON
+def bench(name: str, size: str | None, quick: bool, output: Path | None, as_json: bool) -> None:
+    """Measure steps or memory beside transformers, or how well ways of training together learn."""
+    from spesd.cli.bench import run_bench
+
+    run_bench(name, size=size, quick=quick, as_json=as_json, out=output)
+
+
 def main() -> None:
     """Run a command; the one place where an error becomes text and an exit code."""
     try:

@@ -17,6 +17,7 @@ _COMPONENTS = {
     "moments": "AdamW's moments",
     "gradients": "gradients",
     "activations": "activations",
+    "working": "one layer at work",
     "logits": "logits and head",
     "overhead": "framework",
 }

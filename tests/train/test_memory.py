@@ -120,7 +120,7 @@ def test_active_parameters_of_the_reference_models():
 def test_the_largest_k_fits_and_the_next_does_not():
     ask = {"seq_len": 256, "batch_size": 8, "device": "cuda"}
     held = Layout(k=0, rows=8)
-    for budget, expected in ((1_200_000_000, 1), (1_300_000_000, 5), (1_400_000_000, 9)):
+    for budget, expected in ((1_234_000_000, 1), (1_334_000_000, 5), (1_434_000_000, 9)):
         assert largest_k(M41, layout=held, budget_bytes=budget, **ask) == expected
         peaks = [planned(k, "bf16", device="cuda").peak for k in (expected, expected + 1)]
         assert peaks[0] <= budget < peaks[1]
