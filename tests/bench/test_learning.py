@@ -98,6 +98,7 @@ def test_the_same_cell_twice_gives_the_same_loss() -> None:
     assert 4.0 < first["loss"] < 6.0  # near ln 264: nothing is learnt in four steps
 
 
+@pytest.mark.e2e  # minutes on a busy machine
 def test_the_table_has_a_row_for_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learning, "WORKERS", 1)
     result = learning.run(quick=True)

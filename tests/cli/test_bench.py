@@ -10,6 +10,7 @@ from spesd.cli.main import cli
 from spesd.errors import UsageError
 
 
+@pytest.mark.e2e  # minutes on a busy machine
 def test_the_step_benchmark_prints_its_table_and_writes_its_json(tmp_path: Path) -> None:
     out = tmp_path / "step.json"
     done = CliRunner().invoke(cli, ["bench", "step", "--quick", "-o", str(out)])
